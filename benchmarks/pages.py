@@ -18,8 +18,6 @@ import numpy as np
 import pandas as pd
 
 import moesim
-from moesim.questions.lanes import add_runs
-from moesim.reporting.pages import Page
 
 FRAMES = 60
 
@@ -64,8 +62,7 @@ def long_timeline(path: Path, operations: int) -> Path:
         if count >= operations:
             break
         steps = int(steps * operations / count * 1.1) + 1
-    page = Page(f"{count:,} operations", [], setting=["gpt-oss-20b on rtx4060ti"])
-    return add_runs(page, {"greedy": run}).write(path)
+    return moesim.answer(run).write(path)
 
 
 def large_sweep(path: Path, rows: int) -> Path:

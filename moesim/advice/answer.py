@@ -16,8 +16,9 @@ from moesim.advice.routing import server_command as mask_command
 from moesim.advice.times.latents import NINETY, Interval
 from moesim.advice.times.work import DEFAULT_MICRO_BATCH
 from moesim.base.units import format_bytes, ms, number, percent
-from moesim.reporting.answers import HEADS, Answer, Column, Listing
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import LIMIT, Axis, Figure, names
+from moesim.reporting.parts import HEADS, Column, Listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -11,6 +11,7 @@ from moesim.questions.hit_rates import hits_answer
 from moesim.questions.quality import Quality, quality_answer
 from moesim.questions.ranked import ranked_answer
 from moesim.questions.replay import run_answer
+from moesim.questions.search import search_answer
 from moesim.questions.trace_stats import stats_answer
 from moesim.runs.result import Run
 from moesim.traces.format.reader import Trace
@@ -28,13 +29,15 @@ def answer(result: Any) -> Answer:
     table.
 
     Args:
-        result: of `replay`, `compare`, `sweep` (with ``details=True``), `gap`,
-            `hit_rates`, `sensitivity` or `quality`; or an opened trace.
+        result: of `replay`, `compare`, `sweep` (with ``details=True``), `search`,
+            `gap`, `hit_rates`, `sensitivity` or `quality`; or an opened trace.
 
     Raises:
         TypeError: anything else.
     """
     if isinstance(result, pd.DataFrame):
+        if "objectives" in result.attrs:
+            return search_answer(result)
         counts_hits = result.index.name == "cache_ratio"
         return hits_answer(result) if counts_hits else ranked_answer(result)
     if isinstance(result, Trace):
@@ -46,8 +49,8 @@ def answer(result: Any) -> Answer:
         answered: Answer = result.answer()
         return answered
     raise TypeError(
-        "answer: expected what replay, compare, sweep, gap, hit_rates, sensitivity or"
-        f" quality returned, or a trace, got {type(result).__name__}"
+        "answer: expected what replay, compare, sweep, search, gap, hit_rates,"
+        f" sensitivity or quality returned, or a trace, got {type(result).__name__}"
     )
 
 

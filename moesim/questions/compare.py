@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,10 @@ from moesim.runs.bound import bound_of
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.memory import BY_CURVE
 from moesim.runs.replay import replay, share_of
-from moesim.runs.setup import Setup, opened, profile_of
+from moesim.runs.setup import Setup, opened
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import planned
-from moesim.runs.sweeps.ranking import CHOICES, cell_axes
+from moesim.runs.sweeps.ranking import CHOICES
 from moesim.runs.sweeps.rows import RunObserver, as_frame, as_table, row_of
 from moesim.runs.sweeps.sweep import configs_of
 
@@ -231,26 +230,27 @@ def _check(plan: Plan, trace: Trace) -> None:
     """Refuse what cannot run before anything does: an hour later it costs an hour.
 
     Raises:
-        TraceError, ProfileError, PolicyError: as `check_each`, saying where if several
-            settings are asked for.
+        TraceError, ProfileError, PolicyError: as `check`; one error for all runs.
     """
-    # Policies vary fastest, so those of one setting stand together.
-    for (profile, config), points in groupby(
-        plan.points, lambda point: (point.profile, point.config.replaced(policy=""))
-    ):
-        policies = [point.config.policy for point in points]
+    refused: dict[str, ValueError] = {}
+    for point in plan.points:
+        config = point.config.replaced(trace=trace, hw=point.profile)
         try:
-            check_each(config.replaced(trace=trace, hw=profile), trace, policies)
+            check(config)
         except ValueError as error:
-            values = [
-                axis_value(
-                    name, profile.name if name == "hw" else getattr(config, name)
-                )
-                for name in cell_axes(plan.axes)
-            ]
-            if not values:
-                raise
-            raise type(error)(f"with {', '.join(values)}: {error}") from None
+            names = {"hw": point.profile.name}
+            values = (
+                axis_value(name, names.get(name, getattr(config, name)))
+                for name in plan.axes
+            )
+            refused[", ".join(values)] = error
+    if not refused:
+        return
+    first, *_ = refused.values()
+    if len(refused) == len(plan.points) and len(set(map(str, refused.values()))) == 1:
+        raise first
+    each = "; ".join(f"{where}: {error}" for where, error in refused.items())
+    raise PolicyError(f"{len(refused)} of {len(plan.points)} cannot run: {each}")
 
 
 def _warm_starts(
@@ -271,60 +271,22 @@ def _warm_starts(
     return begun_full
 
 
-def check_each(config: RunConfig, trace: Trace, policies: Sequence[str]) -> None:
-    """Refuse by name, before anything runs, the policies that `replay` cannot carry
-    out.
-
-    Columns, artefacts, memories and parameters are checked by setting every policy up
-    and throwing it away.
-
-    Args:
-        config: machine, memories and parts.
-        trace: an opened trace.
-        policies: as in `compare`.
+def check(config: RunConfig) -> None:
+    """Refuse what `replay` cannot carry out: columns, artefacts, memories and
+    parameters are checked by setting a run up and throwing it away.
 
     Raises:
-        TraceError, ProfileError, PolicyError: as `replay`; if several cannot run, one
-            error names them all, unless no policy can and all for one reason.
+        TraceError, ProfileError, PolicyError: as `replay`.
     """
-    refused: dict[str, ValueError] = {}
-    profile = profile_of(config.hw)
-    shape = trace.shape
-    for name in policies:
-        # One step and no calibration: the walk is not what is checked.
-        single = config.replaced(policy=name, steps=1, warm=None)
-        # Nor, then, how it divides slots.
-        if config.cache_scope == BY_CURVE and config.warm is not None:
-            single = single.replaced(cache_scope=PER_LAYER)
-        try:
-            setup = Setup.of(single, trace, profile=profile)
-            if config.warm is not None:
-                setup.calibration = np.ones((shape.layers, shape.experts))
-            setup.planner()
-        except ValueError as error:
-            refused[name] = error
-
-    if not refused:
-        return
-    reasons = set(map(str, refused.values()))
-    if len(refused) == 1 or (len(refused) == len(policies) and len(reasons) == 1):
-        raise next(iter(refused.values()))
-    summaries = [f"{name} ({_shortened(e, trace)})" for name, e in refused.items()]
-    raise PolicyError(
-        f"{trace.path}: {len(refused)} of {len(policies)} policies cannot run on it"
-        f" as asked: {', '.join(summaries)}; drop them, or ask for one of them alone"
-        " to learn what would help"
-    )
-
-
-def _shortened(error: ValueError, trace: Trace) -> str:
-    """The reason without the place and the way out."""
-    return (
-        str(error)
-        .removeprefix(f"{trace.path}: ")
-        .partition(";")[0]
-        .partition(", this trace has")[0]
-    )
+    # One step and no calibration: the walk is not what is checked.
+    single, trace = opened(config.replaced(steps=1, warm=None))
+    # Nor, then, how it divides slots.
+    if config.cache_scope == BY_CURVE and config.warm is not None:
+        single = single.replaced(cache_scope=PER_LAYER)
+    setup = Setup.of(single, trace)
+    if config.warm is not None:
+        setup.calibration = np.ones((trace.shape.layers, trace.shape.experts))
+    setup.planner()
 
 
 def folder_name(name: str) -> str:

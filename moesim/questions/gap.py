@@ -19,10 +19,12 @@ no schedule can beat is another question (`moesim.runs.bound`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+import math
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import combinations
 from math import factorial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -39,9 +41,9 @@ from moesim.questions.gap_eviction import (
 )
 from moesim.questions.gap_mixes import CEILING, EVICTION, Grades, MixReplays
 from moesim.questions.replay import setting_facts
-from moesim.reporting.answers import Answer, Column, Listing
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
-from moesim.reporting.pages import trace_words
+from moesim.reporting.parts import Column, Listing, trace_words
 from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
@@ -140,17 +142,11 @@ class Gap:
 
     def to_json(self) -> dict[str, Any]:
         """Return one object; `share` is of the gap, null where there is none."""
-        parts = {
-            part.name: {
-                "policy": part.policy,
-                "replaced_by": part.replaced_by,
-                "alone_s": part.alone_s,
-                "last_s": part.last_s,
-                "share_s": part.share_s,
-                "share": part.share_s / self.gap_s if self.gap_s else None,
-            }
-            for part in self.parts
-        }
+        parts = {row.pop("name"): row for row in self.part_rows()}
+        bound = None
+        if self.bound is not None:
+            share = self.bound.share(self.policy_s)
+            bound = self.bound.to_json() | {"share": share}
         return {
             "policy_s": self.policy_s,
             "ceiling_s": self.ceiling_s,
@@ -163,15 +159,16 @@ class Gap:
             "forced_belady_s": self.forced_s,
             "eviction": None if self.eviction is None else self.eviction.to_json(),
             "assignment": self.grades.to_json(),
+            "bound": bound,
             "config": self.config,
         }
 
-
-class _TimedMix(NamedTuple):
-    """A mix and its makespan."""
-
-    mix: dict[str, str]
-    seconds: float
+    def part_rows(self) -> list[dict[str, Any]]:
+        """Parts with their shares of the gap."""
+        return [
+            asdict(part) | {"share": part.share_s / self.gap_s if self.gap_s else None}
+            for part in self.parts
+        ]
 
 
 def decompose(
@@ -187,30 +184,53 @@ def decompose(
         PolicyError: a policy answered something illegal.
     """
     substitutes = replays.substitutes()
+    specifications = replays.specifications()
     grades = Grades()
-    times: list[_TimedMix] = []
-    # None first: the first mix is the policy itself, the only one that is graded.
-    for chosen in product(*([None, offer] for offer in substitutes.values())):
-        mix = {
-            part: substitute
-            for part, substitute in zip(substitutes, chosen, strict=True)
-            if substitute is not None
-        }
+    mixes: dict[str, float] = {}
+    times_s: dict[frozenset[str], float] = {}
+    subsets = [
+        chosen
+        for size in range(len(substitutes) + 1)
+        for chosen in combinations(substitutes, size)
+    ]
+    # The first one replaces nothing: the policy itself, the only one that is graded.
+    for chosen in subsets:
+        mix = {part: substitutes[part] for part in chosen}
         seconds = replays.replay_s(mix, None if mix else grades)
-        times.append(_TimedMix(mix, seconds))
+        # Two parts may have substitutes of one name.
+        words = " + ".join(f"{part}: {name}" for part, name in mix.items())
+        mixes[words or "as it is"] = times_s[frozenset(mix)] = seconds
         if progress is not None:
-            progress(len(times) / 2 ** len(substitutes))
+            progress(len(mixes) / len(subsets))
 
-    parts = list(substitutes)
-    value = _fastest_by_offers(times, parts)
+    # What may be replaced need not be: more offers never make it slower, so no share
+    # is negative.
+    value = {
+        offers: min(seconds for mix, seconds in times_s.items() if mix <= offers)
+        for offers in times_s
+    }
     # Of equally fast mixes, the one that replaces least.
-    ceiling = min(times, key=lambda timed: (timed.seconds, len(timed.mix)))
+    ceiling = min(times_s, key=lambda mix: (times_s[mix], len(mix)))
+    nothing, everything = frozenset[str](), frozenset(substitutes)
+    shares = shapley(value, list(substitutes))
+    # Alone and last are the ends of what an exchange can save; the share lies between.
+    parts = [
+        Part(
+            name,
+            policy=specifications[name],
+            replaced_by=substitute if name in ceiling else None,
+            alone_s=value[nothing] - value[frozenset({name})],
+            last_s=value[everything - {name}] - value[everything],
+            share_s=shares[name],
+        )
+        for name, substitute in substitutes.items()
+    ]
     gap_of_policy = Gap(
-        policy_s=value[frozenset()],
-        ceiling_s=ceiling.seconds,
+        policy_s=value[nothing],
+        ceiling_s=times_s[ceiling],
         resident_s=replays.resident_s(),
-        parts=_parts(value, parts, ceiling.mix, replays.specifications()),
-        mixes={_label(timed.mix): timed.seconds for timed in times},
+        parts=parts,
+        mixes=mixes,
         grades=grades,
     )
     # In seconds, beside the misses that `split_eviction` counts.
@@ -218,49 +238,6 @@ def decompose(
         gap_of_policy.belady_s = replays.replay_s({EVICTION: BELADY})
         gap_of_policy.forced_s = replays.replay_s({EVICTION: FORCED})
     return gap_of_policy
-
-
-def _fastest_by_offers(
-    times: Sequence[_TimedMix], parts: Sequence[str]
-) -> dict[frozenset[str], float]:
-    """Set of parts that may be replaced -> seconds of the fastest mix within it."""
-    # Monotonic by construction: more offers never make it slower, so no share is
-    # negative.
-    value = {}
-    for size in range(len(parts) + 1):
-        for offers in map(frozenset, combinations(parts, size)):
-            value[offers] = min(
-                timed.seconds for timed in times if timed.mix.keys() <= offers
-            )
-    return value
-
-
-def _parts(
-    value: Mapping[frozenset[str], float],
-    names: Sequence[str],
-    ceiling: Mapping[str, str],
-    specifications: Mapping[str, str],
-) -> list[Part]:
-    # Alone and last are the ends of what an exchange can save; the share lies between.
-    no_offers = frozenset[str]()
-    all_offers = frozenset(names)
-    shares = shapley(value, names)
-    return [
-        Part(
-            name,
-            policy=specifications[name],
-            replaced_by=ceiling.get(name),
-            alone_s=value[no_offers] - value[frozenset({name})],
-            last_s=value[all_offers - {name}] - value[all_offers],
-            share_s=shares[name],
-        )
-        for name in names
-    ]
-
-
-def _label(mix: Mapping[str, str]) -> str:
-    # Two parts may have substitutes of one name.
-    return " + ".join(f"{part}: {name}" for part, name in mix.items()) or "as it is"
 
 
 @takes_options(RunConfig, without=["noise_seed"])
@@ -422,14 +399,12 @@ def gap_answer(report: Gap) -> Answer:
             f" {percent(largest.share_s / report.policy_s)}"
         )
     replaced = [f"{p.name}: {p.replaced_by}" for p in report.parts if p.replaced_by]
+    with_parts = ", ".join(replaced) or "nothing replaced"
     facts = [
         ("policy", ms(report.policy_s)),
         (
             "ceiling",
-            (
-                f"{ms(report.ceiling_s)}: the fastest schedule found, with"
-                f" {', '.join(replaced) or 'nothing replaced'}"
-            ),
+            f"{ms(report.ceiling_s)}: the fastest schedule found, with {with_parts}",
         ),
         ("gap", f"{ms(report.gap_s)}, {_share(report.gap_s, report.policy_s)}"),
         ("all on the GPU", f"{ms(report.resident_s)}, if GPUs held every expert"),
@@ -437,52 +412,50 @@ def gap_answer(report: Gap) -> Answer:
     own_s = report.clairvoyant_s
     if own_s is not None and own_s < report.ceiling_s:
         facts.append(("other start", f"{ms(own_s)}: clairvoyant, from its own content"))
-    bound: dict[str, Any] = {"bound": None}
     if report.bound is not None:
         words = report.bound.words(report.policy_s)
-        facts.append(("bound", f"no schedule is faster: the policy is {words}"))
-        share = report.bound.share(report.policy_s)
-        bound["bound"] = report.bound.to_json() | {"share": share}
-    grades = _grades_table(report.grades)
+        free = "no schedule is faster, unless decisions take no time"
+        facts.append(("bound", f"{free}: the policy is {words}"))
     return Answer(
         question="where does the policy lose its time?",
         subject=f"{config['model']} on {config['hw']}",
         setting=[*setting_facts(config), *(("note", n) for n in config["synthetic"])],
         facts=facts,
-        tables=[_parts_table(report), *grades, _mixes_table(report)],
+        tables=[
+            Listing(
+                pd.DataFrame(report.part_rows()),
+                _PARTS,
+                note="costs: what replacing the part saves, the mean over all orders of"
+                " replacing",
+            ),
+            *_grades_table(report.grades),
+            _mixes_table(report),
+        ],
         sentences=[sentence],
         notes=_eviction_lines(report, report.eviction),
         figures={"parts": lambda: _figure(report)},
-        data=report.to_json() | bound,
+        data=report.to_json(),
         sources={"trace": trace_words(config["trace"], config["trace_digest"])},
         settings=json.dumps(config, indent=1),
     )
 
 
-def _parts_table(report: Gap) -> Listing:
-    rows = [
-        {
-            "name": part.name,
-            "policy": part.policy,
-            "replaced_by": part.replaced_by or "-",
-            "share_s": part.share_s,
-            "share": part.share_s / report.gap_s if report.gap_s else None,
-            "alone_s": part.alone_s,
-            "last_s": part.last_s,
-        }
-        for part in report.parts
-    ]
-    columns = [
-        Column("name", "part"),
-        Column("share_s", "costs", "s"),
-        Column("share", "of the gap", "share"),
-        Column("alone_s", "if replaced alone", "s"),
-        Column("last_s", "if replaced last", "s"),
-        Column("policy", "is"),
-        Column("replaced_by", "replaced by"),
-    ]
-    note = "costs: what replacing the part saves, the mean over all orders of replacing"
-    return Listing(pd.DataFrame(rows), columns, note=note)
+_PARTS = [
+    Column("name", "part"),
+    Column("share_s", "costs", "s"),
+    Column("share", "of the gap", "share"),
+    Column("alone_s", "if replaced alone", "s"),
+    Column("last_s", "if replaced last", "s"),
+    Column("policy", "is"),
+    Column("replaced_by", "replaced by"),
+]
+_GRADES = [
+    Column("costs", "costs of a layer"),
+    Column("mean", "mean"),
+    Column("p95", "95th percentile"),
+    Column("max", "worst"),
+    Column("optimal_share", "optimal", "share"),
+]
 
 
 def _grades_table(grades: Grades) -> list[Listing]:
@@ -491,23 +464,8 @@ def _grades_table(grades: Grades) -> list[Listing]:
     if not figures["layer_steps"]:
         return []
     rows = [
-        {"costs": words, **figures[name]}
-        for name, words in (
-            ("modelled", "added up per device"),
-            ("scheduled", "copies one after the other"),
-        )
-    ]
-    columns = [
-        Column("costs", "costs of a layer"),
-        *(
-            Column(name, words)
-            for name, words in (
-                ("mean", "mean"),
-                ("p95", "95th percentile"),
-                ("max", "worst"),
-            )
-        ),
-        Column("optimal_share", "optimal", "share"),
+        {"costs": "added up per device", **figures["modelled"]},
+        {"costs": "copies one after the other", **figures["scheduled"]},
     ]
     note = f"time of {figures['layer_steps']:,} layer steps over the least possible"
     if figures["unproven"]:
@@ -516,25 +474,18 @@ def _grades_table(grades: Grades) -> list[Listing]:
             " may be too small"
         )
     title = "Assignment against the best one"
-    return [Listing(pd.DataFrame(rows), columns, title=title, note=note)]
+    return [Listing(pd.DataFrame(rows), _GRADES, title=title, note=note)]
 
 
 def _mixes_table(report: Gap) -> Listing:
-    mixes = sorted(report.mixes.items(), key=lambda mix: mix[1])
-    rows = [
-        {
-            "mix": name,
-            "run_s": s,
-            "change": s / report.policy_s - 1 if report.policy_s else None,
-        }
-        for name, s in mixes
-    ]
+    frame = pd.DataFrame(report.mixes.items(), columns=["mix", "run_s"])
+    frame = frame.sort_values("run_s", kind="stable")
+    frame["change"] = frame["run_s"] / (report.policy_s or math.nan) - 1
     columns = [
         Column("mix", "parts replaced"),
         Column("run_s", "whole run", "s"),
         Column("change", "against the policy", "share"),
     ]
-    frame = pd.DataFrame(rows)
     return Listing(frame, columns, title="Every combination", printed=False)
 
 
@@ -550,26 +501,26 @@ def _eviction_lines(report: Gap, split: EvictionSplit | None) -> list[str]:
     ]
     # Replacements that follow a clock depend on times, which misses alone do not tell.
     if split is None:
-        return [
-            *lines,
-            "this cache swaps by its own clock, so its misses depend on the machine",
-        ]
+        clock = "this cache swaps by its own clock, so its misses depend on the machine"
+        return [*lines, clock]
+    of_all = partial(_share, total=split.accesses)
+    of_gap = partial(_share, total=split.gap)
     lines.append(
-        f"the cache alone misses {_share(split.misses, split.accesses)} of"
-        f" {split.accesses:,} accesses; Belady {_share(split.belady, split.accesses)},"
-        f" and {_share(split.forced, split.accesses)} if all that is fetched must enter"
+        f"the cache alone misses {of_all(split.misses)} of {split.accesses:,} accesses;"
+        f" Belady {of_all(split.belady)}, and {of_all(split.forced)} if all that is"
+        " fetched must enter"
     )
     # Shares of nothing say nothing.
     if split.gap:
         lines += [
             (
-                f"of that {_share(split.victims, split.gap)} comes from evicting"
-                f" the wrong one, {_share(split.admissions, split.gap)} from admitting"
-                " one that should have stayed out"
+                f"of that {of_gap(split.victims)} comes from evicting the wrong one,"
+                f" {of_gap(split.admissions)} from admitting one that should have"
+                " stayed out"
             ),
             (
                 f"the best cache without foresight, {split.best_causal}, closes"
-                f" {_share(split.won, split.gap)} of it"
+                f" {of_gap(split.won)} of it"
             ),
         ]
     return lines
@@ -581,20 +532,23 @@ def _share(part: float, total: float) -> str:
 
 def _figure(report: Gap) -> Figure:
     """From the policy's time down to the ceiling, a bar for each part."""
-    rows = [("the policy", 0.0, report.policy_s, "run")]
-    left = report.policy_s
+    left = 1e3 * report.policy_s
+    rows = [("the policy", 0.0, left, "run")]
     for part in sorted(report.parts, key=lambda part: -part.share_s):
-        rows.append((part.name, left - part.share_s, left, "part"))
-        left -= part.share_s
-    rows.append(("ceiling", 0.0, report.ceiling_s, "run"))
+        rows.append((part.name, left - 1e3 * part.share_s, left, "part"))
+        left -= 1e3 * part.share_s
+    rows.append(("ceiling", 0.0, 1e3 * report.ceiling_s, "run"))
     frame = pd.DataFrame(rows, columns=["name", "from", "to", "kind"])
-    frame[["from", "to"]] *= 1e3
-    frame["words"] = [
-        ms((e - s) / 1e3) for s, e in zip(frame["from"], frame["to"], strict=True)
-    ]
+    frame["words"] = [ms(length) for length in (frame["to"] - frame["from"]) / 1e3]
     rules = [("x", 1e3 * report.resident_s, "all experts on the GPU")]
     if report.bound is not None:
-        rules.append(("x", 1e3 * report.bound.seconds, "bound: no schedule is faster"))
+        rules.append(
+            (
+                "x",
+                1e3 * report.bound.seconds,
+                "bound: no schedule is faster, where deciding takes time",
+            )
+        )
     return Figure(
         frame,
         Axis("to", "ms, whole run", limits=(0, 1150 * report.policy_s or 1)),

@@ -6,18 +6,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moesim.base.units import percent
-from moesim.policies.sizes import CacheSize
-from moesim.reporting.answers import Answer, Column, Listing
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import Axis, Figure
-from moesim.reporting.pages import trace_words
+from moesim.reporting.parts import Column, Listing, column, trace_words
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import opened
-from moesim.traces.format.layer_steps import layer_steps
-from moesim.traces.stats.hit_rate_curves import BLOCK_ACCESSES, CurveAggregator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +48,8 @@ def hit_rates(
         options: as in `moesim.runs.replay.replay_cache`.
 
     Returns:
-        Share of accesses that hit: a row per size, a column per cache.
+        Share of accesses that hit: a row per size, a column per cache; in ``attrs`` the
+        model and the trace.
 
     Raises:
         TraceError, PolicyError: as `moesim.runs.replay.replay_cache`.
@@ -63,62 +59,31 @@ def hit_rates(
     # Opened once, for all caches and sizes.
     config, opened_trace = opened(RunConfig.of(trace, **options))
     config = config.replaced(cache_scope=scope or config.cache_scope)
-    rates: dict[str, list[float]] = {}
-    done = 0
+    rates: dict[str, list[float | None]] = {}
     # A cache that is named twice is one column.
-    for cache in dict.fromkeys(caches):
-        curve = _curve(config, opened_trace, cache)
-        rates[cache] = []
+    for name in dict.fromkeys(caches):
+        rates[name] = []
         for ratio in ratios:
-            if curve is None:
-                counts = replay_cache(config, cache, cache_ratio=ratio)
-                rate = counts["hit_rate_active"]
-            else:
-                rate = curve(ratio)
-            rates[cache].append(rate)
-            done += 1
+            counts = replay_cache(config, name, cache_ratio=ratio)
+            rates[name].append(counts["hit_rate_active"])
             if progress is not None:
-                progress(done)
-    return pd.DataFrame(rates, index=pd.Index(ratios, name="cache_ratio"))
+                progress(sum(map(len, rates.values())))
+    frame = pd.DataFrame(rates, index=pd.Index(ratios, name="cache_ratio"))
+    shape = opened_trace.shape
+    frame.attrs = {
+        "model": shape.name,
+        "experts": f"{shape.layers} layers of {shape.experts} experts, {shape.top_k}"
+        " each",
+        "trace": trace_words(opened_trace.path.name, opened_trace.digest()),
+    }
+    return frame
 
 
-def _curve(
-    config: RunConfig, trace: Trace, cache: str
-) -> Callable[[float], float | None] | None:
-    """Hit rate by size from one pass over the trace; None where one pass does not tell
-    all sizes, or not exactly.
-    """
-    accesses = trace.rows * trace.shape.top_k
-    if (
-        cache not in ("lru", "belady")
-        or config.cache_scope == "global"
-        or config.warm is not None
-        or trace.shape.bytes_by_expert
-        or accesses > BLOCK_ACCESSES
-    ):
-        return None
-
-    counted = CurveAggregator(trace.shape, names=[cache])
-    for block in layer_steps(trace, batch=config.batch, steps=config.steps):
-        counted.add(block)
-    curves = counted.end()
-    hits = curves.hits(cache)
-    total = int(curves.accesses(cache).sum())
-
-    def rate(ratio: float) -> float | None:
-        slots = CacheSize.for_model(trace.shape, ratio=ratio).slots
-        by_layer = hits[np.arange(trace.shape.layers), slots]
-        return int(by_layer.sum()) / total if total else None
-
-    return rate
-
-
-def hits_answer(rates: pd.DataFrame, trace: Trace | None = None) -> Answer:
+def hits_answer(rates: pd.DataFrame) -> Answer:
     """Say which cache hits most often, at each size.
 
     Args:
         rates: of `hit_rates`.
-        trace: on which they were counted.
     """
     oracles = _oracles(rates)
     largest = rates.index.max()
@@ -137,28 +102,26 @@ def hits_answer(rates: pd.DataFrame, trace: Trace | None = None) -> Answer:
         )
     table = rates.T.rename_axis("cache").reset_index()
     table.columns = table.columns.map(str)
-    sizes = [Column(str(r), f"{100 * r:.4g} %", "share", "larger") for r in rates.index]
-    setting = []
-    sources = {}
-    if trace is not None:
-        shape = trace.shape
-        model = f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} each"
-        setting = [("model", f"{shape.name}, {model}"), ("machine", "none takes part")]
-        sources = {"trace": trace_words(trace.path.name, trace.digest())}
-    by_cache = {
-        str(name): {str(ratio): rate for ratio, rate in rates[name].items()}
-        for name in rates
-    }
+    sizes = [Column(str(r), f"{100 * r:.4g} %", "share") for r in rates.index]
+    model = rates.attrs["model"]
     return Answer(
         question="how often would each cache hit?",
-        subject=f"{trace.shape.name}, no machine" if trace else "no machine",
-        setting=setting,
-        tables=[Listing(table, [Column("cache", "cache"), *sizes])],
+        subject=f"{model}, no machine",
+        setting=[
+            ("model", f"{model}, {rates.attrs['experts']}"),
+            ("machine", "none takes part"),
+        ],
+        tables=[Listing(table, [column("cache"), *sizes])],
         sentences=[sentence],
         notes=notes,
         figures={"hits": lambda: _figure(rates)},
-        data={"hit_rates": by_cache},
-        sources=sources,
+        data={
+            "hit_rates": {
+                str(name): dict(zip(map(str, rates.index), rates[name], strict=True))
+                for name in rates
+            }
+        },
+        sources={"trace": rates.attrs["trace"]},
     )
 
 

@@ -4,23 +4,17 @@ decode pass. A page of several runs shows two of them under each other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from moesim.base.options import ConfigError
-from moesim.questions.timeline import (
-    packed,
-    step_choice,
-    steps_to_show,
-    timeline_part,
-)
+from moesim.questions.timeline import KINDS, packed, step_choice, steps_to_show
 from moesim.reporting.figures import Axis, Figure
-from moesim.reporting.interactive import interactive
-from moesim.reporting.pages import Choice, Page, Spans
+from moesim.reporting.parts import Choice, Section, Shown, Spans
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from moesim.runs.result import Run
 
@@ -28,11 +22,10 @@ MOST_POINTS = 400
 """Points of a line: more of them are averaged, since they could not be told apart."""
 
 
-def add_runs(page: Page, runs: Mapping[str, Run]) -> Page:
-    """Add timelines, placement and the course of the runs to a page.
+def run_sections(runs: Mapping[str, Run]) -> list[Section]:
+    """Timelines, placement and the course of runs, for a page.
 
     Args:
-        page: with choices ``policy`` and ``other`` made here if there are several runs.
         runs: by policy, in the order in which they are offered; of one trace on one
             machine.
     """
@@ -40,62 +33,57 @@ def add_runs(page: Page, runs: Mapping[str, Run]) -> Page:
     steps = steps_to_show(list(runs.values()))
     # A run without any step did nothing that could be drawn.
     if not steps:
-        return page
-    named = list(runs)
-    choices = _choices(named) if len(named) > 1 else []
+        return []
+    choices = []
+    if len(runs) > 1:
+        options = [(name, name) for name in runs]
+        choices = [
+            Choice("policy", "policy", options, options[0][0]),
+            Choice("other", "compared with", options, options[1][0]),
+        ]
+    note = "Copies run beside the work they are for; a pause on a lane is time lost."
     count = int(first.metrics["steps"])
-    left_out = ""
     if len(steps) < count:
-        left_out = (
+        note += (
             f" The page holds {len(steps)} of the {count} forward passes: the first and"
             " those from the middle on."
         )
-    page.add(
-        "When did every lane do what?",
-        *choices,
-        step_choice(first, steps),
-        *_timelines(runs, steps, [choice.name for choice in choices]),
-        note="Copies run beside the work they are for; a pause on a lane is time lost."
-        + left_out,
-    )
-    placed = pd.concat(
-        [run.placement().assign(policy=name) for name, run in runs.items()],
-        ignore_index=True,
-    )
-    page.add(
-        "Which expert where, computed by whom?",
-        *(placement_chart(placed, choice.name, choice.value) for choice in choices),
-        None if choices else placement_chart(placed),
-        note="A cell for each expert, a row for each layer, busiest to the left.",
-    )
-    return page.add(
-        "Every decode pass",
-        interactive(course_drawn(runs)),
-        note="Decode only." + (" A click on a name hides it." if choices else ""),
-    )
-
-
-def _choices(named: Sequence[str]) -> list[Choice]:
-    options = [(name, name) for name in named]
-    return [
-        Choice("policy", "policy", options, named[0]),
-        Choice("other", "compared with", options, named[1]),
-    ]
-
-
-def _timelines(
-    runs: Mapping[str, Run], steps: Sequence[int], choices: Sequence[str]
-) -> list[Spans]:
     data = {name: packed(run, steps) for name, run in runs.items()}
     lanes = list(
         dict.fromkeys(lane for each in data.values() for lane in each["lanes"])
     )
-    if not choices:
-        return [timeline_part(data, lanes)]
-    # Both read the same operations; the page holds them once.
+    # Both timelines read the same operations; the page holds them once.
+    timelines = [
+        Spans(lanes, KINDS, {} if place else data, choice.name)
+        for place, choice in enumerate(choices)
+    ]
+    placed = placement_drawn(
+        pd.concat(
+            [run.placement().assign(policy=name) for name, run in runs.items()],
+            ignore_index=True,
+        )
+    )
+    places = [Shown(placed, {"policy": choice}) for choice in choices]
     return [
-        timeline_part(data if place == 0 else {}, lanes, name)
-        for place, name in enumerate(choices)
+        Section(
+            "When did every lane do what?",
+            [
+                *choices,
+                step_choice(first, steps),
+                *(timelines or [Spans(lanes, KINDS, data)]),
+            ],
+            note,
+        ),
+        Section(
+            "Which expert where, computed by whom?",
+            places or [placed],
+            "A cell for each expert, a row for each layer, busiest to the left.",
+        ),
+        Section(
+            "Every decode pass",
+            [course_drawn(runs)],
+            "Decode only." + (" A click on a name hides it." if choices else ""),
+        ),
     ]
 
 
@@ -130,15 +118,6 @@ def placement_drawn(placed: pd.DataFrame) -> Figure:
         measures=_MEASURES,
         hover=[("expert", "expert", ""), ("resident", "resident", ".1%"), *more],
     )
-
-
-def placement_chart(
-    placed: pd.DataFrame, choice: str | None = None, value: str | None = None
-) -> Any:
-    """The figure on a page, of the run that a choice names."""
-    where = None if choice is None else {"policy": choice}
-    chosen = {} if choice is None or value is None else {choice: value}
-    return interactive(placement_drawn(placed), where=where, chosen=chosen)
 
 
 def course(run: Run) -> pd.DataFrame:

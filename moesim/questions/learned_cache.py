@@ -15,8 +15,10 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pandas as pd
 
 from moesim.base.errors import TraceError
+from moesim.base.units import percent
 from moesim.engine.observers import observed_policy
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._learned_network import FlashMoERequests, LRURequests
@@ -24,7 +26,8 @@ from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.cache_replay import replay
 from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
-from moesim.reporting.tables import markdown_table
+from moesim.reporting.answers import Answer
+from moesim.reporting.parts import Column, Listing
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
@@ -182,7 +185,7 @@ def report(
         start: number of the first of those forward passes in the trace.
 
     Returns:
-        One JSON object; `moesim.questions.learned_cache.report_text` prints it.
+        One JSON object; `learned_answer` prints it.
     """
     shape = trace.shape
     artefacts = {LEARNED: trained._asdict()}
@@ -224,62 +227,55 @@ def evaluation_s(trained: Network, times: int = 200) -> float:
     return median(seconds)
 
 
-def report_text(report: Mapping[str, Any]) -> str:
-    """Return the report as Markdown: one table per cache size, each with a conclusion.
+_COLUMNS = [
+    Column("policy", "policy"),
+    Column("hit_rate", "hit rate", "share"),
+    Column("evictions", "evictions"),
+    Column("optimal", "optimal", "share"),
+    Column("refetch_5", "used again within 5", "share"),
+    Column("delay_steps", "delay, steps"),
+]
+
+
+def learned_answer(report: Mapping[str, Any]) -> Answer:
+    """Say whether the learned policy is worth it, a table for each cache size.
 
     Args:
         report: as `moesim.questions.learned_cache.report` makes it.
     """
     start, stop = report["held_out_steps"]
     facts = report["training"]
-    held_out = (
-        f"Held-out part: forward passes {start:,} to {stop - 1:,} of"
-        f" `{report['trace']}`; every cache is empty at first and admits every miss,"
-        " step-atomic."
-    )
-    network = (
-        f"Network: K = {facts['horizon']}, h = {facts['hidden']}, seed"
-        f" {facts['seed']}; {facts['training_steps']:,} training and"
+    setting = {
+        "held-out part": f"forward passes {start:,} to {stop - 1:,} of"
+        f" {report['trace']}; every cache is empty at first and admits every miss,"
+        " step-atomic",
+        "network": f"K = {facts['horizon']}, h = {facts['hidden']}, seed"
+        f" {facts['seed']}; {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
+        f" {report['evaluation_s'] * 1e6:.0f} µs per evaluation here",
+        "training": f"{facts['training_steps']:,} training and"
         f" {facts['validation_steps']:,} validation steps, {facts['epochs_run']} epochs"
         f" in {facts['seconds_s']:.0f} s, validation loss"
-        f" {facts['validation_loss_first']:.4f} to {facts['validation_loss_best']:.4f};"
-        f" {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
-        f" {report['evaluation_s'] * 1e6:.0f} µs per evaluation here."
-    )
-    lines = [f"# Learned cache: {report['model']}", "", held_out, network]
+        f" {facts['validation_loss_first']:.4f} to {facts['validation_loss_best']:.4f}",
+    }
+    tables, sentences = [], []
     for size in report["sizes"]:
-        requests = ", ".join(
-            f"{name} {_percent(rate)}" for name, rate in size["per_request"].items()
+        words = f"{size['slots']} slots per layer ({percent(size['ratio'])} of experts)"
+        rows = pd.DataFrame(size["policies"]).sort_values("hit_rate", ascending=False)
+        each = (f"{name} {percent(rate)}" for name, rate in size["per_request"].items())
+        note = (
+            "served one request at a time, as the released code does:"
+            f" {', '.join(each)}"
         )
-        lines += [
-            "",
-            f"## {size['slots']} slots per layer ({size['ratio']:.1%} of the experts)",
-            "",
-            *_table(size["policies"]),
-            "",
-            conclusion(size["policies"]),
-            "",
-            f"Served one request at a time, as the released code does: {requests}.",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of a table, the best hit rate first."""
-    heads = ("policy", "hit rate", "evictions", "optimal", "used again within 5")
-    cells = [
-        [
-            # Shorter than its specification, and the name that the text uses.
-            "belady, forced" if row["policy"] == BOUND else row["policy"],
-            _percent(row["hit_rate"]),
-            f"{row['evictions']:,}",
-            _percent(row["optimal"]),
-            _percent(row["refetch_5"]),
-            "" if row["delay_steps"] is None else f"{row['delay_steps']:.1f}",
-        ]
-        for row in sorted(rows, key=lambda row: -(row["hit_rate"] or 0.0))
-    ]
-    return markdown_table((*heads, "delay, steps"), cells)
+        tables.append(Listing(rows, _COLUMNS, title=words, note=note))
+        sentences.append(f"{words}: {conclusion(size['policies'])}")
+    return Answer(
+        question="is a learned cache worth it?",
+        subject=report["model"],
+        setting=list(setting.items()),
+        tables=tables,
+        sentences=sentences,
+        data=dict(report),
+    )
 
 
 def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -294,11 +290,7 @@ def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
     outcome = "beats every causal rival"
     if unbeaten:
         outcome = f"does not beat {', '.join(unbeaten)}"
-    return f"The learned policy {outcome}; points of hit rate: {', '.join(points)}."
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
+    return f"the learned policy {outcome}; points of hit rate: {', '.join(points)}"
 
 
 CALLS = ("accessed", "admitted", "evicted", "victims")

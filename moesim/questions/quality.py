@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,10 @@ import pandas as pd
 from moesim.base.errors import TraceError
 from moesim.base.files import write_text
 from moesim.base.inputs import read_text
-from moesim.policies.base import PolicyError
-from moesim.policies.parameters import split
-from moesim.reporting.answers import Answer, Column, Listing
+from moesim.base.options import as_list
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import Axis, Figure
+from moesim.reporting.parts import Column, Listing, records
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.setup import (
     Setup,
@@ -38,7 +37,6 @@ from moesim.runs.setup import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from moesim.policies.systems import System
     from moesim.runs.config import MemoryOptions
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.quality import Passages, Scores
@@ -52,96 +50,47 @@ SCORED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One setting and what it did. Nats per token; shares between 0 and 1.
+class Quality:
+    """What each setting did to a model's answers.
 
     Attributes:
-        routing: specification of the routing policy.
-        cache_ratio: share of all experts in the cache.
-        swept: value of the swept parameter; None if none is swept.
-        nats, reference_nats: mean minus log probability of the text's next token,
-            modified and unmodified.
-        delta_nats_se: standard error of their difference, over passages; NaN for a
-            single passage.
-        kl: mean KL(unmodified || modified).
-        agreement: share of tokens after which both find the same next token most
-            likely.
-        gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
-            `moesim.runtime.quality.Scores`.
+        frame: a row for each setting, which ``routing`` and ``cache_ratio`` name.
+            ``nats`` and ``reference_nats`` are the mean minus log probabilities of the
+            text's next token, modified and unmodified, per token; ``delta_nats`` their
+            difference, ``delta_nats_se`` its standard error over passages, NaN for a
+            single one. ``kl`` is the mean KL(unmodified || modified) in nats,
+            ``agreement`` the share of tokens after which both find the same next token
+            most likely. All else: see `moesim.runtime.quality.Scores`.
+        config: effective.
     """
 
-    routing: str
-    cache_ratio: float
-    swept: str | None
-    nats: float
-    reference_nats: float
-    delta_nats_se: float
-    kl: float
-    agreement: float
-    gate_mass_kept: float
-    altered: float
-    stale: float
-    hit_rate_active: float
-    experts_used: float
-
-    @classmethod
-    def of(cls, setup: Setup, swept: str | None, scores: Scores) -> Row:
-        """Sum up what one setting did."""
-        # Tokens of a passage depend on each other; passages do not.
-        lost_nats = (scores.nats - scores.reference_nats).mean(axis=1)
-        standard_error = math.nan
-        if len(lost_nats) > 1:
-            standard_error = float(lost_nats.std(ddof=1) / math.sqrt(len(lost_nats)))
-        return cls(
-            setup.system.routing,
-            # As a share, since sizes may have been given in slots or bytes.
-            setup.memory.gpu.total_bytes / setup.shape.routed_bytes,
-            swept,
-            nats=float(scores.nats.mean()),
-            reference_nats=float(scores.reference_nats.mean()),
-            delta_nats_se=standard_error,
-            kl=float(scores.kl.mean()),
-            agreement=float(scores.agrees.mean()),
-            **scores.shares,
-        )
-
-    @property
-    def delta_nats(self) -> float:
-        """Nats lost per token."""
-        return self.nats - self.reference_nats
-
-    @property
-    def lost(self) -> str:
-        """The same in words; a single passage has no standard error."""
-        words = f"{self.delta_nats:+.4f}"
-        if not math.isnan(self.delta_nats_se):
-            words += f" ± {self.delta_nats_se:.4f}"
-        return words
-
-    def to_json(self) -> dict[str, Any]:
-        """Return every figure; perplexity is exp(nats)."""
-        figures = asdict(self) | {
-            "delta_nats": self.delta_nats,
-            "perplexity": math.exp(self.nats),
-            "reference_perplexity": math.exp(self.reference_nats),
-        }
-        # JSON has no NaN.
-        return {
-            key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in figures.items()
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """All settings of one `quality` run, and the effective configuration."""
-
-    rows: list[Row]
+    frame: pd.DataFrame
     config: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Return one object."""
-        return {"settings": [row.to_json() for row in self.rows], "config": self.config}
+        return {"settings": records(self.frame), "config": self.config}
+
+
+def _row(setup: Setup, scores: Scores) -> dict[str, Any]:
+    """Sum up what one setting did."""
+    # Tokens of a passage depend on each other; passages do not.
+    lost_nats = (scores.nats - scores.reference_nats).mean(axis=1)
+    nats, reference_nats = scores.nats.mean(), scores.reference_nats.mean()
+    return {
+        "routing": setup.system.routing,
+        # As a share, since sizes may have been given in slots or bytes.
+        "cache_ratio": setup.memory.gpu.total_bytes / setup.shape.routed_bytes,
+        "nats": nats,
+        "reference_nats": reference_nats,
+        "delta_nats": nats - reference_nats,
+        "delta_nats_se": pd.Series(lost_nats).sem(),
+        "perplexity": math.exp(nats),
+        "reference_perplexity": math.exp(reference_nats),
+        "kl": scores.kl.mean(),
+        "agreement": scores.agrees.mean(),
+        **scores.shares,
+    }
 
 
 @takes_options(RunConfig, without=["trace"])
@@ -151,8 +100,8 @@ def quality(
     *,
     config: RunConfig | None = None,
     text: str | Path | None = None,
-    sweep: str | None = None,
-    cache_ratios: Sequence[float] = (),
+    routing: str | Sequence[str] | None = None,
+    cache_ratio: float | Sequence[float] | None = None,
     tokens: int = TOKENS,
     prompt_tokens: int = PROMPT_TOKENS,
     scored_tokens: int = SCORED_TOKENS,
@@ -174,9 +123,9 @@ def quality(
         config: a configuration, whose options those given here replace.
         text: UTF-8 file, cut into passages from its beginning; None draws passages of
             the corpus's evaluation part (``tiny`` only, which was not trained on it).
-        sweep: a parameter of the routing policy and its values, ``alpha=0,0.1,0.2``.
-        cache_ratios: shares of all experts in the cache, one setting each; with
-            `sweep`, each with each.
+        routing: one or several routing policies, ``expert-cache-router:alpha=0.1``.
+        cache_ratio: one or several shares of all experts in the cache; each is a
+            setting with each of `routing`.
         tokens: to score in all, rounded up to whole passages.
         prompt_tokens: of each passage that are read and not scored.
         scored_tokens: of each passage.
@@ -197,10 +146,21 @@ def quality(
         tokens=tokens, prompt_tokens=prompt_tokens, scored_tokens=scored_tokens
     )
     # Before torch and the model are loaded, so that a typo costs no minute.
-    config = RunConfig.of(config, policy, memory=memory, **options)
-    systems = _swept_systems(config.system, sweep)
-    sizes = _cache_sizes(config, cache_ratios)
-    columns = _needed_columns(systems.values(), config.host_cache)
+    configs = [
+        RunConfig.of(
+            config,
+            policy,
+            memory=memory,
+            **options,
+            # What is not chosen is the system's, or stated otherwise.
+            **({} if rule is None else {"routing": rule}),
+            **({} if ratio is None else {"cache_ratio": ratio}),
+        )
+        for rule in as_list(routing) or [None]
+        for ratio in as_list(cache_ratio) or [None]
+    ]
+    base = configs[0]
+    columns = _needed_columns(configs)
 
     from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
     from moesim.runtime.quality import PolicyUnderTest, measure  # noqa: PLC0415
@@ -214,17 +174,14 @@ def quality(
         tokens,
         prompt=prompt_tokens,
         scored=scored_tokens,
-        seed=config.seed,
+        seed=base.seed,
     )
-    profile = profile_of(config.hw)
+    profile = profile_of(base.hw)
     calibration = None
-    if config.warm is not None:
-        calibration = warm_counts(config.warm, shape, f"{shape.name} has")
+    if base.warm is not None:
+        calibration = warm_counts(base.warm, shape, f"{shape.name} has")
     # Each has caches of its own, which carry over from passage to passage.
-    settings = [
-        (value, Setup(sized, shape, profile, system, calibration))
-        for (value, system), sized in product(systems.items(), sizes)
-    ]
+    setups = [Setup(each, shape, profile, each.system, calibration) for each in configs]
     end_s = time.monotonic() + (math.inf if minutes is None else 60.0 * minutes)
     all_tokens = len(passages.tokens) * passages.scored
 
@@ -233,17 +190,14 @@ def quality(
     scores = measure(
         local,
         passages,
-        [PolicyUnderTest(setup.planner(), own_input) for _, setup in settings],
+        [PolicyUnderTest(setup.planner(), own_input) for setup in setups],
         columns=columns,
         residual=residual_for(columns, residual, shipped),
-        batch=config.batch,
+        batch=base.batch,
         enough=lambda: time.monotonic() >= end_s,
         progress=lambda done: progress(done / all_tokens) if progress else None,
     )
-    rows = [
-        Row.of(setup, value, figures)
-        for (value, setup), figures in zip(settings, scores, strict=True)
-    ]
+    rows = [_row(*each) for each in zip(setups, scores, strict=True)]
     read = len(scores[0].nats)
     effective = {
         "model": shape.name,
@@ -255,12 +209,10 @@ def quality(
         "prompt_tokens": passages.prompt,
         "scored_tokens": passages.scored,
         "tokens": read * passages.scored,
-        "sweep": sweep,
         "own_input": own_input,
-        # Settings differ in what is swept and in the cache's size, and in nothing else.
-        **_described(settings[0][1]),
+        **_described(setups[0]),
     }
-    return Quality(rows, effective)
+    return Quality(pd.DataFrame(rows), effective)
 
 
 def _check_counts(**counts: int) -> None:
@@ -284,13 +236,14 @@ def _shape_of(local: LocalModel) -> ModelShape:
 
 
 def _described(setup: Setup) -> dict[str, Any]:
-    """What all settings have in common, for the effective configuration."""
+    """What all settings have in common: they differ in routing and in the cache's
+    size.
+    """
     system, memory, config = setup.system, setup.memory, setup.config
     return {
         "assignment": system.assignment,
         "cache": system.cache,
         "prefetch": system.prefetch,
-        "routing": system.routing,
         "hw": setup.profile.name,
         "hw_digest": setup.profile.digest,
         "cache_scope": memory.gpu.scope,
@@ -302,49 +255,7 @@ def _described(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _swept_systems(base: System, sweep: str | None) -> dict[str | None, System]:
-    """Value of the swept parameter -> composition; a value that is named twice is one.
-
-    Raises:
-        PolicyError: not ``parameter=value,value,…``.
-    """
-    if sweep is None:
-        return {None: base}
-
-    parameter, equals, listed = sweep.partition("=")
-    if not (parameter.strip() and equals and listed.strip()):
-        raise PolicyError(
-            "--sweep: expected parameter=value,value,… of the routing policy, got"
-            f" {sweep!r}"
-        )
-    # Parameters that are given already stay, unless it is the one that is swept.
-    routing, _, settings = base.routing.partition(":")
-    parameters = split(settings) if settings else {}
-    fixed = {key: value for key, value in parameters.items() if key != parameter}
-    systems: dict[str | None, System] = {}
-    for value in (value.strip() for value in listed.split(",")):
-        given = {**fixed, parameter.strip(): value}
-        specification = ",".join(f"{key}={given[key]}" for key in given)
-        systems[value] = replace(base, routing=f"{routing}:{specification}")
-    return systems
-
-
-def _cache_sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
-    """One configuration for each cache ratio.
-
-    Raises:
-        PolicyError: the cache has another size already.
-    """
-    sizes = (config.slots_per_layer, config.gpu_memory_bytes, config.cache_ratio)
-    if ratios and any(size is not None for size in sizes):
-        raise PolicyError(
-            "--cache-ratio: expected no other size of the cache beside it; drop one of"
-            " them"
-        )
-    return [config.replaced(cache_ratio=ratio) for ratio in ratios] or [config]
-
-
-def _needed_columns(systems: Iterable[System], host_cache: str) -> tuple[str, ...]:
+def _needed_columns(configs: Iterable[RunConfig]) -> tuple[str, ...]:
     """Columns that the policies need.
 
     Raises:
@@ -352,8 +263,8 @@ def _needed_columns(systems: Iterable[System], host_cache: str) -> tuple[str, ..
     """
     # A dictionary keeps the order in which policies name them.
     columns: dict[str, None] = {}
-    for system in systems:
-        policies = system.build(gpus=1, host_cache=host_cache)
+    for config in configs:
+        policies = config.system.build(gpus=1, host_cache=config.host_cache)
         refuse_oracles(
             policies,
             "a model that reads has no future; choose a policy that sees the past only",
@@ -398,44 +309,55 @@ def _passages(
 
 _LEAST_SHOWN_KL = 5e-5
 """Below it four decimals would show zero, which only an unaltered model has."""
+_SHARES = {
+    "agreement": "same top token",
+    "gate_mass_kept": "gate mass kept",
+    "altered": "altered",
+    "stale": "stale",
+    "hit_rate_active": "hit rate",
+}
+_MEASURES = {
+    # Divergence has a natural zero; agreement lies close to 100 %.
+    "kl": Axis("kl", "KL to the unmodified model, nats per token", zero=True),
+    "agreement": Axis("agreement", "same most likely token", ".1%"),
+}
 
 
 def quality_answer(report: Quality) -> Answer:
     """Say what each setting does to the model's answers."""
     config = report.config
-    reference_nats = report.rows[0].reference_nats
+    table = report.frame
+    reference_nats = table["reference_nats"].iloc[0]
     left_out = f", {config['left_out']:,} left out" if config["left_out"] else ""
-    table = pd.DataFrame([row.to_json() for row in report.rows])
-    table["cache_ratio"] = [f"{row.cache_ratio:.3g}" for row in report.rows]
-    table["perplexity"] = [f"{math.exp(row.nats):.3f}" for row in report.rows]
-    table["lost"] = [row.lost for row in report.rows]
-    table["kl_words"] = [
-        f"{row.kl:.1e}" if 0 != row.kl < _LEAST_SHOWN_KL else f"{row.kl:.4f}"
-        for row in report.rows
+    # A single passage has no standard error.
+    lost = [
+        f"{nats:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+        for nats, error in zip(table["delta_nats"], table["delta_nats_se"], strict=True)
     ]
-    shares = {
-        "agreement": "same top token",
-        "gate_mass_kept": "gate mass kept",
-        "altered": "altered",
-        "stale": "stale",
-        "hit_rate_active": "hit rate",
-    }
+    words = table.assign(
+        cache_ratio=table["cache_ratio"].map("{:.3g}".format),
+        perplexity=table["perplexity"].map("{:.3f}".format),
+        delta_nats=lost,
+        kl=[
+            f"{nats:.1e}" if 0 != nats < _LEAST_SHOWN_KL else f"{nats:.4f}"
+            for nats in table["kl"]
+        ],
+    )
     columns = [
         Column("routing", "routing"),
         Column("cache_ratio", "cache"),
         Column("perplexity", "perplexity"),
-        Column("lost", "nats lost"),
-        Column("kl_words", "KL"),
-        *(Column(name, words, "share") for name, words in shares.items()),
+        Column("delta_nats", "nats lost"),
+        Column("kl", "KL"),
+        *(Column(name, words, "share") for name, words in _SHARES.items()),
         Column("experts_used", "used"),
     ]
-    most = max(report.rows, key=lambda row: row.delta_nats)
+    policies = f"{config['assignment']}, {config['cache']}"
     setting = {
         "model": f"{config['model']} ({config['dtype']}), batch {config['batch']}",
         "text": f"{config['text']}: {config['tokens']:,} tokens of"
         f" {config['passages']:,} passages scored{left_out}",
-        "policy": f"{config['assignment']}, {config['cache']}, prefetch"
-        f" {config['prefetch']}",
+        "policy": f"{policies}, prefetch {config['prefetch']}",
         "unmodified": f"{reference_nats:.4f} nats per token, perplexity"
         f" {math.exp(reference_nats):.3f}",
     }
@@ -444,56 +366,33 @@ def quality_answer(report: Quality) -> Answer:
         subject=str(config["model"]),
         setting=list(setting.items()),
         # A setting is a routing policy and a cache ratio; both lead every block.
-        tables=[Listing(table, columns, lead=2)],
-        sentences=[f"at most {most.lost} nats per token are lost"],
-        figures={
-            name: partial(quality_drawn, report, name) for name in ("kl", "agreement")
-        },
+        tables=[Listing(words, columns, lead=2)],
+        all_rows=table,
+        sentences=[
+            f"at most {lost[table['delta_nats'].argmax()]} nats per token are lost"
+        ],
+        figures={name: partial(quality_drawn, report, name) for name in _MEASURES},
         data=report.to_json(),
         settings=json.dumps(config, indent=1),
     )
 
 
 def quality_drawn(report: Quality, measure: str) -> Figure:
-    """What is lost against what is won, one line per cache ratio; labels say what was
-    swept.
+    """What is lost against what is won, one line per cache ratio; labels are parameters
+    of the routing policy.
     """
-    rows = [
-        {
-            "cache": f"{row.cache_ratio:.3g}",
-            "hits": row.hit_rate_active,
-            "kl": row.kl,
-            "agreement": row.agreement,
-            "swept": row.swept or "",
-        }
-        for row in sorted(report.rows, key=lambda row: row.cache_ratio)
-    ]
-    measures = {
-        # Divergence has a natural zero; agreement lies close to 100 %.
-        "kl": Axis("kl", "KL to the unmodified model, nats per token", zero=True),
-        "agreement": Axis("agreement", "same most likely token", ".1%"),
-    }
+    config = report.config
+    rows = report.frame.sort_values("cache_ratio", kind="stable")
+    routing = rows["routing"].str.partition(":")
     return Figure(
-        pd.DataFrame(rows),
-        Axis("hits", "hit rate of active experts", ".0%"),
-        measures[measure],
-        f"{_title(report)}: what altered routing loses and wins, by cache ratio",
+        rows.assign(cache=rows["cache_ratio"].map("{:.3g}".format), swept=routing[2]),
+        Axis("hit_rate_active", "hit rate of active experts", ".0%"),
+        _MEASURES[measure],
+        f"{config['model']}, {config['tokens']:,} tokens; {config['assignment']},"
+        f" {config['cache']}, {', '.join(routing[0].unique())}: what altered routing"
+        " loses and wins, by cache ratio",
         series="cache",
         text="swept",
-    )
-
-
-def _title(report: Quality) -> str:
-    config = report.config
-    routing = config["routing"]
-    swept = ""
-    if config["sweep"]:
-        # The first row's specification holds its own value of the swept parameter.
-        routing = routing.partition(":")[0]
-        swept = f", labels: {config['sweep'].partition('=')[0]}"
-    return (
-        f"{config['model']}, {config['tokens']:,} tokens; {config['assignment']},"
-        f" {config['cache']}, {routing}{swept}"
     )
 
 
@@ -503,7 +402,7 @@ def save_quality(report: Quality, folder: Path) -> list[Path]:
     write_text(figures, json.dumps(report.to_json(), indent=2) + "\n")
     pictures = [
         quality_drawn(report, name).save(folder / f"quality-{name}.png")
-        for name in ("kl", "agreement")
+        for name in _MEASURES
     ]
     page = quality_answer(report).write(folder / "quality.html")
     return [figures, *pictures, page]

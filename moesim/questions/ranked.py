@@ -19,25 +19,33 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.options import default_of, flag_of, option_of
-from moesim.base.units import is_missing, ms, number, percent
-from moesim.questions.lanes import add_runs, course_drawn, placement_chart
-from moesim.reporting.answers import Answer, Column, Listing, column
+from moesim.base.units import format_bytes, is_missing, ms, number, percent
+from moesim.questions.lanes import course_drawn, placement_drawn, run_sections
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
-from moesim.reporting.interactive import interactive
-from moesim.reporting.pages import Choice, Facts, Page, trace_words
+from moesim.reporting.parts import (
+    Choice,
+    Column,
+    Facts,
+    Listing,
+    Section,
+    Shown,
+    column,
+    records,
+    trace_words,
+)
 from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.sweeps.ranking import (
     LEAST_SAMPLES,
     axes_of,
     cell_axes,
     competing_axes,
-    measure_of,
     ranking,
 )
 from moesim.runs.sweeps.rows import DETAILS, FULL_SHARE, NEVER_USED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moesim.runs.result import Run
 
@@ -71,30 +79,13 @@ _SHOWN = (
     "busiest_share",
     "energy_j",
 )
-"""Metrics of a table of runs, in order."""
-
-_MEASURES = (
-    "tpot_s",
-    "decode_tokens_per_s",
-    "ttft_s",
-    "prefill_tokens_per_s",
-    "makespan_s",
-    "hit_rate_active",
-    "h2d_bytes",
-    "energy_j",
-)
-"""What figures can show."""
+"""Metrics of a table of runs, in order; figures can show those that are numbers."""
 
 
 def candidate(row: Mapping[Any, Any], axes: Sequence[str]) -> str:
     """What competes in a run, in words: ``greedy+lru``."""
     parts = [axis_value(name, row[name]) for name in competing_axes(axes)]
     return "+".join(part for part in parts if part != "default")
-
-
-def axis_head(name: str) -> str:
-    """What a report calls an axis."""
-    return column(name).head
 
 
 def axis_value(name: str, value: Any) -> str:
@@ -129,29 +120,30 @@ def ranked_runs(frame: pd.DataFrame) -> pd.DataFrame:
     axes: list[str] = frame.attrs.get("axes") or axes_of(frame)
     cells = cell_axes(axes)
     keys = [*cells, "candidate"]
-    rows = _numbered(frame, axes)
-    if "batch_decode_tokens" in frame:
-        ranked = ranking(frame)
-    else:
-        ranked = _timed(rows, keys, measure_of(frame))
-    figures = rows.drop(columns=[n for n in ("oracle",) if n in rows])
+    runs = _numbered(frame, axes)
+    if "batch_decode_tokens" not in frame:
+        # Each run is one sample, which gives no interval.
+        samples: Any = {
+            "batch_decode_s": [[seconds] for seconds in frame["tpot_s"]],
+            "batch_decode_tokens": [[1]] * len(frame),
+            "batch_makespan_s": [[seconds] for seconds in frame["makespan_s"]],
+        }
+        frame = frame.assign(**samples)
+    table = ranking(frame)
     ways = {
-        name: "mean" if figures[name].dtype.kind == "f" else "first"
-        for name in figures.columns
-        if name not in {*ranked.columns, *keys}
+        name: "mean" if runs[name].dtype.kind == "f" else "first"
+        for name in runs.columns
+        if name not in {*table.columns, *keys}
     }
-    means = figures.groupby(keys, sort=False, dropna=False).agg(ways).reset_index()
-    table = ranked.merge(means, on=keys, how="left")
-    if "prediction_error" in table:
-        needed = table["prediction_error"].fillna(LEAST_LEAD).clip(lower=0)
-    else:
-        needed = pd.Series(LEAST_LEAD, index=table.index)
-    table["tied"] |= ~table["oracle"] & (table["behind"] <= needed)
-    causal = table[~table["oracle"]]
+    means = runs.groupby(keys, sort=False, dropna=False).agg(ways).reset_index()
+    ranked = table.merge(means, on=keys, how="left")
+    needed = ranked["prediction_error"].astype(float).fillna(LEAST_LEAD).clip(lower=0)
+    ranked["tied"] |= ~ranked["oracle"] & (ranked["behind"] <= needed)
+    causal = ranked[~ranked["oracle"]]
     first = causal.drop_duplicates(cells) if cells else causal.head(1)
-    table["fastest"] = table.index.isin(first.index)
-    table.attrs |= {"axes": axes, "cells": cells, "measure": measure_of(frame)}
-    return table
+    ranked["fastest"] = ranked.index.isin(first.index)
+    ranked.attrs |= table.attrs
+    return ranked
 
 
 def _numbered(frame: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
@@ -159,24 +151,6 @@ def _numbered(frame: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
     rows = frame.reset_index(drop=True)
     words = [candidate(row, axes) for row in rows.to_dict("records")]
     return rows.assign(candidate=words, run=rows.index)
-
-
-def _timed(rows: pd.DataFrame, keys: list[str], measure: str) -> pd.DataFrame:
-    """The ranking of a frame without the times of batches: no intervals."""
-    rows = rows if "oracle" in rows else rows.assign(oracle=False)
-    by = rows.groupby(keys, sort=False, dropna=False)
-    table = by.agg(
-        seconds=(measure, "mean"), oracle=("oracle", "any"), runs=(measure, "size")
-    ).reset_index()
-    table = table.sort_values([*keys[:-1], "oracle", "seconds"], ignore_index=True)
-    least = table["seconds"].min()
-    if keys[:-1]:
-        least = table.groupby(keys[:-1], dropna=False)["seconds"].transform("first")
-    behind = table["seconds"] / least - 1
-    tied = ~table["oracle"] & (behind == 0)
-    return table.assign(
-        low_s=np.nan, high_s=np.nan, behind=behind, tied=tied, samples=1
-    )
 
 
 def ranked_answer(
@@ -193,48 +167,38 @@ def ranked_answer(
     """
     table = ranked_runs(frame) if table is None else table
     cells: list[str] = table.attrs["cells"]
-    traces = frame.get("trace_digest", pd.Series("", index=frame.index))
-    sources = dict.fromkeys(
-        trace_words(name, digest)
-        for name, digest in zip(frame.get("trace", traces), traces, strict=True)
-    )
-    machines = ", ".join(frame["hw"].unique()) if "hw" in frame else ""
-    models = ", ".join(frame["model"].unique())
+    shown = table[[n for n in table.columns if n not in (*DETAILS, "run")]]
+    winners = table.loc[table["fastest"], [*cells, "candidate"]]
+    traces = map(trace_words, frame["trace"], frame["trace_digest"])
+    models, machines = (", ".join(frame[name].unique()) for name in ("model", "hw"))
     answer = Answer(
-        question="which policy is fastest where?"
-        if cells
-        else "which policy is fastest?",
+        question=f"which policy is fastest{' where' if cells else ''}?",
         subject=f"{models} on {machines}",
-        setting=_setting(frame, table, machines),
+        setting=_setting(frame, table, models, machines),
+        tables=[_policies_table(table)],
         sentences=_sentences(table, runs),
         notes=_notes(table, runs),
-        figures=_figures(table),
-        data={
-            "fastest": _records(
-                table.loc[table["fastest"], [*cells, "candidate"]].rename(
-                    columns={"candidate": "policy"}
-                )
-            ),
-            "table": _records(_figures_of(table)),
+        figures={
+            "times" if cells else "policies": lambda: _times_drawn(table),
+            "memory": lambda: _memory_drawn(table),
         },
-        all_rows=_figures_of(table),
-        sources={"trace": "; ".join(sources)},
-        warnings=_warnings(frame),
+        data={
+            "fastest": records(winners.rename(columns={"candidate": "policy"})),
+            "table": records(shown),
+        },
+        all_rows=shown,
+        sources={"trace": "; ".join(dict.fromkeys(traces))},
     )
-    answer.tables = [_policies_table(table)]
     if cells:
-        answer.tables = [
-            *([_winners(table)] if _count(table) <= MOST_CELLS else []),
-            _times(table),
-            _how_often(table),
-        ]
+        answer.tables = [_winners(table), _how_often(table)]
     if "lanes" in frame:
-        answer.on_page = lambda page: _add_page(page, frame, table, runs)
+        listed = [line for text in frame["warnings"] for line in json.loads(text)]
+        answer.warnings = list(dict.fromkeys(listed))
+        answer.on_page = lambda: _sections(frame, table, runs)
     if runs is not None:
         answer.data |= _runs_data(table, runs)
         if not cells:
-            named = {str(name): run for name, run in runs.items()}
-            answer.figures["passes"] = lambda: course_drawn(named)
+            answer.figures["passes"] = lambda: course_drawn(runs)
         configs = {str(name): run.config for name, run in runs.items()}
         answer.settings = json.dumps(configs, indent=1)
     return answer
@@ -256,63 +220,36 @@ def _runs_data(table: pd.DataFrame, runs: Mapping[Any, Run]) -> dict[str, Any]:
     return {"runs": listed, "bound": bounds[0] if bounds else None}
 
 
-def _warnings(frame: pd.DataFrame) -> list[str]:
-    texts: list[str] = list(frame["warnings"]) if "warnings" in frame else []
-    return list(dict.fromkeys(line for text in texts for line in json.loads(text)))
-
-
-def _figures_of(table: pd.DataFrame) -> pd.DataFrame:
-    """The table without what only statistics, pictures and pages read."""
-    kept = [name for name in table.columns if name not in (*DETAILS, "run")]
-    return table[kept]
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [
-        {str(name): _plain(value) for name, value in row.items()}
-        for row in table.to_dict("records")
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; what is missing is null."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if value != value else value  # noqa: PLR0124 - NaN is not itself
-
-
 def _setting(
-    frame: pd.DataFrame, table: pd.DataFrame, machines: str
+    frame: pd.DataFrame, table: pd.DataFrame, models: str, machines: str
 ) -> list[tuple[str, str]]:
     """What all runs share, and over what they were multiplied."""
     axes: list[str] = table.attrs["axes"]
-    facts = [("model", ", ".join(frame["model"].unique()))]
-    if machines:
-        kinds = ", ".join(frame["hw_kind"].unique())
-        facts.append(("machine", f"{machines} ({kinds} profile)"))
+    first = frame.iloc[0]
     counts = [
-        f"{frame[name].nunique(dropna=False)} x {axis_head(name)}" for name in axes
+        f"{frame[name].nunique(dropna=False)} x {column(name).head}" for name in axes
     ]
-    facts.append(
-        ("runs", f"{len(frame)}{' over ' if counts else ''}{', '.join(counts)}")
-    )
-    stated = [name for name in MEMORY_AXES if name in frame and name not in axes]
-    given = [
-        f"{axis_head(name)} {axis_value(name, frame[name].iloc[0])}"
-        for name in stated
-        if frame[name].notna().all()
+    over = f" over {', '.join(counts)}" if counts else ""
+    facts = [
+        ("model", models),
+        ("machine", f"{machines} ({', '.join(frame['hw_kind'].unique())} profile)"),
+        ("runs", f"{len(frame)}{over}"),
     ]
-    if stated and not any(name in axes for name in MEMORY_AXES):
-        facts.append(
-            ("memory", ", ".join(given) or "not stated: what the card has left")
-        )
-    if "batch" in frame and "batch" not in axes:
-        facts.append(("batch", str(frame["batch"].iloc[0])))
-    if "begins" in frame:
-        counts_of = frame["begins"].value_counts()
-        words = ", ".join(f"{name}: {count}" for name, count in counts_of.items())
-        warm = frame["warm"].notna().all() if "warm" in frame else False
-        facts.append(("caches began", words + ("" if warm else "; --warm fills them")))
-    return facts
+    if not any(name in axes for name in MEMORY_AXES):
+        given = [
+            f"{column(name).head} {axis_value(name, first[name])}"
+            for name in MEMORY_AXES
+            if frame[name].notna().all()
+        ]
+        held = sorted({frame["cache_bytes"].min(), frame["cache_bytes"].max()})
+        caches = " to ".join(format_bytes(int(size)) for size in held)
+        default = f"not stated: GPU caches of {caches}"
+        facts.append(("memory", ", ".join(given) or default))
+    if "batch" not in axes:
+        facts.append(("batch", str(first["batch"])))
+    begun = [f"{how}: {count}" for how, count in frame["begins"].value_counts().items()]
+    warm = "" if frame["warm"].notna().all() else "; --warm fills them"
+    return [*facts, ("caches began", ", ".join(begun) + warm)]
 
 
 def time_words(table: pd.DataFrame) -> str:
@@ -332,86 +269,62 @@ def _count(table: pd.DataFrame) -> int:
 def _sentences(table: pd.DataFrame, runs: Mapping[Any, Run] | None) -> list[str]:
     """Who is fastest, and what limits it."""
     causal = table[~table["oracle"]]
+    words = f"fastest {time_words(table)}"
     if causal.empty:
         return ["every policy sees the future, so none is a rival"]
-    if _count(table) > 1:
-        return [_wins(table)]
+    if (count := _count(table)) > 1:
+        cells: list[str] = table.attrs["cells"]
+        tied = table[table["tied"]].groupby(cells, sort=False, dropna=False)
+        wins = Counter(tied["candidate"].agg(" = ".join)).most_common()
+        return [f"{words}: {', '.join(f'{who} in {n} of {count}' for who, n in wins)}"]
     best = causal.iloc[0].to_dict()
-    near = causal[causal["tied"]]
-    words = time_words(table)
+    name = best["candidate"]
+    near = causal[causal["tied"]].to_dict("records")
+    busy = f"{best['busiest']} works {percent(best['busiest_share'], 0)} of the time"
     if len(near) > 1:
-        each = ", ".join(
-            f"{row['candidate']} {_speed(row)}" for row in near.to_dict("records")
-        )
-        lines = [f"a tie {words}: {each}"]
+        each = ", ".join(f"{row['candidate']} {_speed(row)}" for row in near)
+        lines = [f"a tie {time_words(table)}: {each}"]
     else:
-        lines = [f"fastest {words}: {best['candidate']}, {_speed(best)}"]
-        if "busiest" in table:
-            busy = percent(best["busiest_share"], 0)
-            lines[0] += f"; its {best['busiest']} works {busy} of the time"
-    if len(causal) > 1 and causal["behind"].max() <= LEAST_LEAD and "busiest" in table:
-        lines.append(
-            _alike(best, None if runs is None else runs.get(best["candidate"]))
-        )
+        lines = [f"{words}: {name}, {_speed(best)}; its {busy}"]
+    if len(causal) > 1 and causal["behind"].max() <= LEAST_LEAD:
+        why = _why_alike(best, (runs or {}).get(name))
+        lines.append(f"all within 1 %: under {name} {busy}{why}")
     # A long prompt can hide who generates faster, and the other way round.
-    if table.attrs["measure"] == "tpot_s" and "makespan_s" in table:
-        shortest = causal.sort_values("makespan_s", kind="stable").iloc[0]
-        if best["makespan_s"] > shortest["makespan_s"] * (1 + LEAST_LEAD):
-            lines.append(
-                f"fastest with prompts included: {shortest['candidate']},"
-                f" {ms(shortest['makespan_s'])} where {best['candidate']} takes"
-                f" {ms(best['makespan_s'])}"
-            )
+    shortest = causal.sort_values("makespan_s", kind="stable").iloc[0]
+    if best["makespan_s"] > shortest["makespan_s"] * (1 + LEAST_LEAD):
+        lines.append(
+            f"fastest with prompts included: {shortest['candidate']},"
+            f" {ms(shortest['makespan_s'])} where {name} takes"
+            f" {ms(best['makespan_s'])}"
+        )
     return lines
-
-
-def _wins(table: pd.DataFrame) -> str:
-    """Who is fastest in how many settings."""
-    cells: list[str] = table.attrs["cells"]
-    wins: Counter[str] = Counter()
-    for _, cell in table[table["tied"]].groupby(cells, sort=False, dropna=False):
-        wins[" = ".join(cell["candidate"])] += 1
-    count = _count(table)
-    listed = ", ".join(
-        f"{name} in {won} of {count}" for name, won in wins.most_common()
-    )
-    return f"fastest {time_words(table)}: {listed}"
 
 
 def _speed(row: Mapping[Any, Any]) -> str:
     """Tokens per second, or seconds of the whole run, of one run."""
-    rate = row.get("decode_tokens_per_s")
-    if rate is None or is_missing(rate):
-        return ms(row["seconds"])
-    return f"{number(rate)} tokens/s"
+    rate = row["decode_tokens_per_s"]
+    return ms(row["seconds"]) if is_missing(rate) else f"{number(rate)} tokens/s"
 
 
-def _alike(best: Mapping[Any, Any], run: Run | None) -> str:
+def _why_alike(best: Mapping[Any, Any], run: Run | None) -> str:
     """Why all policies take the same time: what the fastest one's busiest lane does."""
-    lane, share = best["busiest"], best["busiest_share"]
-    line = (
-        f"all within 1 %: under {best['candidate']} {lane} works"
-        f" {percent(share, 0)} of the time"
-    )
     spans = pd.DataFrame() if run is None else run.timeline.frame()
     if run is None or spans.empty:
-        return line
-    spans = spans[spans["lane"] == lane]
-    seconds = (spans["end_s"] - spans["start_s"]).groupby(spans["kind"]).sum()
-    dense = float(seconds.get("dense", 0.0) / (run.metrics["makespan_s"] or 1.0))
-    if dense < share / 2:
-        return f"{line}, most of it on experts"
+        return ""
+    spans = spans[(spans["lane"] == best["busiest"]) & (spans["kind"] == "dense")]
+    dense_s = float((spans["end_s"] - spans["start_s"]).sum())
+    dense = dense_s / (run.metrics["makespan_s"] or 1.0)
+    if dense < best["busiest_share"] / 2:
+        return ", most of it on experts"
     return (
-        f"{line}, {percent(dense, 0)} on attention, norms, gates and launches, which no"
+        f", {percent(dense, 0)} on attention, norms, gates and launches, which no"
         " policy changes"
     )
 
 
 def _notes(table: pd.DataFrame, runs: Mapping[Any, Run] | None) -> list[str]:
     """What a reader must know before believing a ranking."""
-    lines = [_certainty(table)]
-    if "begins" in table:
-        lines += _start_notes(table)
+    lines = [_certainty(table), *_start_notes(table)]
     for row in table[table["oracle"]].drop_duplicates("candidate").to_dict("records"):
         parts = _oracles_of(row)
         lines.append(
@@ -419,14 +332,14 @@ def _notes(table: pd.DataFrame, runs: Mapping[Any, Run] | None) -> list[str]:
             " so it is a bound and no rival"
         )
     marks = {
-        "changes the routing, so answers differ": table.get("routing_altered"),
-        "computes experts before their gate, or adds them a layer late, so answers"
-        " differ": table.get("approximate"),
+        "routing_altered": "changes the routing, so answers differ",
+        "approximate": "computes experts before their gate, or adds them a layer late,"
+        " so answers differ",
     }
-    for words, mark in marks.items():
-        if mark is not None and mark.any():
-            who = ", ".join(dict.fromkeys(table.loc[mark.astype(bool), "candidate"]))
-            lines.append(f"{who}: {words}")
+    for mark, words in marks.items():
+        marked = table[table[mark].fillna(0).astype(bool)]
+        if len(marked):
+            lines.append(f"{', '.join(marked['candidate'].unique())}: {words}")
     lines += [
         f"bound: {name} is {run.bound.words(run.metrics['makespan_s'])}"
         for name, run in (runs or {}).items()
@@ -443,7 +356,7 @@ def _oracles_of(row: Mapping[Any, Any]) -> str:
     return ", ".join(
         f"{part} {row[part]}"
         for part in ("assignment", "cache", "prefetch", "routing")
-        if part in row and resolve(row[part], part).oracle
+        if resolve(row[part], part).oracle
     )
 
 
@@ -451,9 +364,8 @@ def _certainty(table: pd.DataFrame) -> str:
     """How certain the order is."""
     samples = int(table["samples"].min())
     count = int(table["runs"].max())
-    lead = LEAST_LEAD
-    if "prediction_error" in table and table["prediction_error"].notna().any():
-        lead = float(table["prediction_error"].max())
+    errors = table["prediction_error"].dropna()
+    lead = float(errors.max()) if len(errors) else LEAST_LEAD
     alike = f"times less than {percent(lead, 0)} apart are called a tie"
     if table["low_s"].notna().all():
         return (
@@ -474,24 +386,18 @@ def _start_notes(table: pd.DataFrame) -> list[str]:
     """Runs of which much shows how their caches began."""
     started = table[~table["oracle"]].drop_duplicates("candidate")
     lines = []
-    if len(set(started["begins"])) > 1:
-        groups = started.groupby("begins", sort=False)["candidate"].agg(", ".join)
-        lines.append(
-            "caches did not begin alike: "
-            + "; ".join(f"{words}: {who}" for words, who in groups.items())
-        )
-    if "warm_tpot_s" not in started:
-        return lines
-    full = started[started["warm_tpot_s"].notna()]
-    return [
-        *lines,
-        *(
+    groups = started.groupby("begins", sort=False)["candidate"].agg(", ".join)
+    if len(groups) > 1:
+        each = "; ".join(f"{words}: {who}" for words, who in groups.items())
+        lines.append(f"caches did not begin alike: {each}")
+    if "warm_tpot_s" in started:
+        lines += [
             f"{row['candidate']}: {percent(row['filling_share'], 0)} of its copies"
             " filled an empty cache; begun full of this trace's most used experts it"
             f" takes {ms(row['warm_tpot_s'])} per token"
-            for _, row in full.iterrows()
-        ),
-    ]
+            for row in started.dropna(subset="warm_tpot_s").to_dict("records")
+        ]
+    return lines
 
 
 # Tables.
@@ -508,14 +414,13 @@ def _worded(table: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
 
 def _policies_table(table: pd.DataFrame) -> Listing:
     """A row for each policy of one setting."""
-    columns = [Column("candidate", "policy"), *_metric_columns(table)]
+    columns = [column("candidate"), *_metric_columns(table)]
     columns.insert(2, Column("behind", "behind", "share"))
     if table["low_s"].notna().any():
-        interval = [
-            f"{ms(low)} to {ms(high)}"
-            for low, high in zip(table["low_s"], table["high_s"], strict=True)
-        ]
-        table = table.assign(interval=interval)
+        ends = zip(table["low_s"], table["high_s"], strict=True)
+        table = table.assign(
+            interval=[f"{ms(low)} to {ms(high)}" for low, high in ends]
+        )
         columns.insert(2, Column("interval", "95 %"))
     return Listing(table, columns)
 
@@ -523,76 +428,60 @@ def _policies_table(table: pd.DataFrame) -> Listing:
 def _metric_columns(table: pd.DataFrame) -> list[Column]:
     """Columns of metrics that say something here."""
     rarely = {"ssd_bytes", "energy_j"}
-    kept = []
-    for name in _SHOWN:
-        if name not in table or (name in rarely and not table[name].fillna(0).any()):
-            continue
-        kept.append(column(name))
-        begun_full = name == "tpot_s" and "warm_tpot_s" in table
-        if begun_full and table["warm_tpot_s"].notna().any():
-            kept.append(Column("warm_tpot_s", "begun full", "s", "smaller"))
-    return kept
+    kept = [n for n in _SHOWN if n not in rarely or table[n].fillna(0).any()]
+    columns = list(map(column, kept))
+    if "warm_tpot_s" in table and table["warm_tpot_s"].notna().any():
+        columns.insert(1, Column("warm_tpot_s", "begun full", "s"))
+    return columns
 
 
 def _winners(table: pd.DataFrame) -> Listing:
-    """A row for each setting: who is fastest there."""
+    """A row for each setting: who is fastest there, and the time of everybody."""
     cells: list[str] = table.attrs["cells"]
     rows = []
     for _, cell in _worded(table, cells).groupby(cells, sort=False):
-        best = cell.iloc[0].to_dict()
         rivals = cell[~cell["oracle"]]
         slower = rivals[~rivals["tied"]]
-        # In the order of their times, which is no order for certain.
-        best["names"] = " = ".join(rivals.loc[rivals["tied"], "candidate"])
-        best["names"] = best["names"] or best["candidate"]
-        best["lead"] = slower["behind"].min() if len(slower) else None
-        best["second"] = slower["candidate"].iloc[0] if len(slower) else ""
-        rows.append(best)
-    known = ("decode_tokens_per_s", "ttft_s", "hit_rate_active")
+        first = cell.iloc[0]
+        rows.append(
+            {
+                **first[[*cells, "run"]],
+                # In the order of their times, which is no order for certain.
+                "fastest": " = ".join(rivals.loc[rivals["tied"], "candidate"])
+                or first["candidate"],
+                "lead": slower["behind"].min() if len(slower) else None,
+                "second": slower["candidate"].iloc[0] if len(slower) else "",
+                **dict(zip(cell["candidate"], cell["seconds"], strict=True)),
+            }
+        )
+    policies = table["candidate"].unique()
     columns = [
         *map(column, cells),
-        Column("names", "fastest"),
-        Column("seconds", time_words(table), "s", "smaller"),
-        *(column(name) for name in known if name in table),
+        Column("fastest", "fastest"),
         Column("lead", "ahead by", "share"),
         Column("second", "of"),
+        *(Column(name, name, "s") for name in policies),
     ]
-    title = "Who is fastest where"
-    return Listing(pd.DataFrame(rows), columns, title=title, lead=len(cells))
-
-
-def _times(table: pd.DataFrame) -> Listing:
-    """A row for each setting: the time of every policy there."""
-    cells: list[str] = table.attrs["cells"]
-    frame = (
-        _worded(table, cells)
-        .pivot_table(index=cells, columns="candidate", values="seconds", sort=False)
-        .reset_index()
+    few = len(rows) <= MOST_CELLS
+    return Listing(
+        pd.DataFrame(rows),
+        columns,
+        title=f"Who is fastest where, and time {time_words(table)}",
+        note="Ties are in the order of their times.",
+        lead=len(cells),
+        opens=[row["run"] for row in rows],
+        printed=few,
     )
-    names = [name for name in dict.fromkeys(table["candidate"]) if name in frame]
-    columns = [
-        *map(column, cells),
-        *(Column(name, name, "s", "smaller") for name in names),
-    ]
-    title = f"Time {time_words(table)}"
-    few = _count(table) <= MOST_CELLS
-    return Listing(frame, columns, title=title, lead=len(cells), printed=few)
 
 
 def _how_often(table: pd.DataFrame) -> Listing:
     """A row for each policy: how often it wins, and how far behind it is elsewhere."""
     tied = table[table["tied"]]
     alone = tied[~tied.duplicated(table.attrs["cells"], keep=False)]
-    frame = (
-        table.groupby("candidate", sort=False)
-        .agg(
-            median=("behind", "median"),
-            worst=("behind", "max"),
-            oracle=("oracle", "any"),
-        )
-        .sort_values("median", kind="stable")
-        .reset_index()
+    frame = table.groupby("candidate", sort=False).agg(
+        median=("behind", "median"), worst=("behind", "max"), oracle=("oracle", "any")
     )
+    frame = frame.sort_values("median", kind="stable").reset_index()
     won, first = (
         frame["candidate"].map(part["candidate"].value_counts()).fillna(0).astype(int)
         for part in (tied, alone)
@@ -601,7 +490,7 @@ def _how_often(table: pd.DataFrame) -> Listing:
     frame["shared"] = (won - first).astype(str)
     frame.loc[frame["oracle"], ["alone", "shared"]] = ["sees the future", ""]
     columns = [
-        Column("candidate", "policy"),
+        column("candidate"),
         Column("alone", "fastest"),
         Column("shared", "tied"),
         Column("median", "behind, median", "share"),
@@ -611,13 +500,6 @@ def _how_often(table: pd.DataFrame) -> Listing:
 
 
 # Figures.
-
-
-def _figures(table: pd.DataFrame) -> dict[str, Callable[[], Figure]]:
-    of_times = {"times": lambda: _lines(table)}
-    if not table.attrs["cells"]:
-        of_times = {"policies": lambda: _bars(table)}
-    return of_times | {"memory": lambda: _front(table)}
 
 
 _SCALES = {"s": (1e3, "ms"), "bytes": (1 / GIB, "GiB"), "share": (1, "")}
@@ -637,50 +519,40 @@ def _drawn(table: pd.DataFrame) -> tuple[pd.DataFrame, Axis, dict[str, Any]]:
     """Rows in units that people read, the axis of the time that decides, and what all
     figures have in common.
     """
-    rows = table.copy()
+    rows = table.assign(words=[ms(value) for value in table["seconds"]])
     time = Axis("seconds", f"ms {time_words(table)}", zero=True)
     measures = [time]
-    for name in _MEASURES:
-        if name in table and table[name].notna().any():
-            rows[name], axis = _scaled(table, name, zero=True)
+    for each in _metric_columns(table):
+        if each.unit and table[each.name].notna().any():
+            rows[each.name], axis = _scaled(table, each.name, zero=True)
             measures.append(axis)
-    for name in ("seconds", "low_s", "high_s"):
-        rows[name] = 1e3 * table[name]
-    has_interval = table["low_s"].notna().any()
-    common = {
-        "dashed": frozenset(table.loc[table["oracle"], "candidate"]),
-        "low": "low_s" if has_interval else None,
-        "high": "high_s" if has_interval else None,
-        "measures": measures,
-    }
+    ends = ["low_s", "high_s"]
+    rows[["seconds", *ends]] = 1e3 * table[["seconds", *ends]]
+    low, high = ends if table["low_s"].notna().any() else (None, None)
+    hollow = frozenset(table.loc[table["oracle"], "candidate"])
+    common = {"dashed": hollow, "low": low, "high": high, "measures": measures}
     return rows, time, common
 
 
-def _bars(table: pd.DataFrame) -> Figure:
-    """A bar for each policy of one setting, with its interval."""
-    rows, time, common = _drawn(table)
-    axes = common["measures"][1:]
-    return Figure(
-        rows.assign(words=[ms(value) for value in table["seconds"]]),
-        time,
-        names("candidate", "", table["candidate"]),
-        "Time of every policy",
-        mark="bar",
-        text="words",
-        hover=[(axis.column, axis.words, axis.form or ".4~g") for axis in axes],
-        **common,
-    )
-
-
-def _lines(table: pd.DataFrame) -> Figure:
-    """The time of each policy over the axis with the most values, a panel for each
-    combination of the others.
+def _times_drawn(table: pd.DataFrame) -> Figure:
+    """The time of each policy: a bar in one setting; else over the axis with the most
+    values, with a panel for each combination of the others.
     """
     cells: list[str] = table.attrs["cells"]
+    rows, time, common = _drawn(table)
+    if not cells:
+        shown = [
+            (axis.column, axis.words, axis.form or ".4~g")
+            for axis in common["measures"][1:]
+        ]
+        policies = names("candidate", "", table["candidate"])
+        return Figure(
+            rows, time, policies, "Time of every policy", mark="bar", text="words",
+            hover=shown, **common,
+        )  # fmt: skip
     memory = [name for name in cells if name in MEMORY_AXES]
     across = memory[0] if memory else max(cells, key=lambda n: table[n].nunique())
     others = [name for name in cells if name != across]
-    rows, time, common = _drawn(table)
     if others:
         rows["panel"] = _worded(table, others)[others].agg(", ".join, axis=1)
     values = table[across]
@@ -690,33 +562,25 @@ def _lines(table: pd.DataFrame) -> Figure:
         rows = rows.sort_values(across, kind="stable")
     else:
         rows = _worded(rows, [across])
-        x = names(across, axis_head(across), rows[across])
+        x = names(across, column(across).head, rows[across])
     return Figure(
-        rows,
-        x,
-        time,
-        "Time of every policy; dashed: sees the future",
-        series="candidate",
-        panel="panel" if others else None,
-        **common,
-    )
+        rows, x, time, "Time of every policy; dashed: sees the future",
+        series="candidate", panel="panel" if others else None, **common,
+    )  # fmt: skip
 
 
-def _front(table: pd.DataFrame) -> Figure:
+def _memory_drawn(table: pd.DataFrame) -> Figure:
     """A point for each run: time over the memory that it takes."""
     cells: list[str] = table.attrs["cells"]
     rows, time, common = _drawn(_worded(table, cells))
-    rows["gib"] = 0.0
-    if "gpu_bytes" in table:
-        rows["gib"] = table["gpu_bytes"].astype(float) / GIB
     return Figure(
-        rows,
+        rows.assign(gib=table["gpu_bytes"].astype(float) / GIB),
         Axis("gib", "GPU memory that the run takes, GiB"),
         replace(time, zero=False),
         "Time over memory of the GPU; hollow: sees the future",
         mark="point",
         series="candidate",
-        hover=[(name, axis_head(name), "") for name in cells],
+        hover=[(name, column(name).head, "") for name in cells],
         **common,
     )
 
@@ -724,130 +588,77 @@ def _front(table: pd.DataFrame) -> Figure:
 # The page of many runs.
 
 
-def _add_page(
-    page: Page,
-    frame: pd.DataFrame,
-    table: pd.DataFrame,
-    runs: Mapping[Any, Run] | None,
-) -> None:
-    """Charts that follow choices, one run with its lanes and places, every run."""
+def _sections(
+    frame: pd.DataFrame, table: pd.DataFrame, runs: Mapping[Any, Run] | None
+) -> list[Section]:
+    """Figures that follow choices, one run with its lanes and places, every run."""
+    sections = [Section("", [_times_drawn(table)])]
     cells: list[str] = table.attrs["cells"]
-    page.add("", interactive(_lines(table) if cells else _bars(table)))
     if cells:
-        _add_cells(page, frame, table)
+        sections += _runs_beside(frame, table)
     elif runs is not None and all(len(run.timeline.frame()) for run in runs.values()):
-        order = [name for name in table["candidate"] if name in runs]
-        add_runs(page, {name: runs[name] for name in order})
+        sections += run_sections({n: runs[n] for n in table["candidate"] if n in runs})
     # A system brings cache and prefetch, which tell candidates apart.
     axes = table.attrs["axes"] or ["policy"]
     shown = dict.fromkeys([*axes, "policy", "cache", "prefetch"])
-    columns = [column(name) for name in shown if name in frame]
-    columns += _metric_columns(frame)
-    opens = "run" if cells else None
-    title = "Every run"
-    every = Listing(_worded(frame, axes), columns, title=title, opens=opens)
-    page.add(title, every.on_page())
+    columns = [*map(column, shown), *_metric_columns(frame)]
+    opens = list(range(len(frame))) if cells else []
+    every = Listing(_worded(frame, axes), columns, title="Every run", opens=opens)
+    return [*sections, Section("Every run", [every])]
 
 
-def _add_cells(page: Page, frame: pd.DataFrame, table: pd.DataFrame) -> None:
-    """The map of winners, time over memory, and the run that is chosen."""
+def _runs_beside(frame: pd.DataFrame, table: pd.DataFrame) -> list[Section]:
+    """Time over memory, and the run that is chosen beside another."""
     cells: list[str] = table.attrs["cells"]
     runs = _numbered(frame, table.attrs["axes"])
     seconds = runs[table.attrs["measure"]].astype(float)
     runs = runs.assign(seconds=seconds, low_s=np.nan, high_s=np.nan)
     runs.attrs = dict(table.attrs)
     words = _worded(runs, cells)
-    tied = table[table["tied"]].groupby(cells, sort=False, dropna=False)["candidate"]
-    best = table[table["fastest"]]
-    best = best.merge(tied.agg(" = ".join).rename("tied_names"), on=cells)
-    best = _worded(best, cells)
-
-    across = sorted(cells, key=lambda name: -words[name].nunique())[:2]
-    places = {name: _choice(name, words[name]) for name in cells if name not in across}
-    page.add(
-        "Who is fastest where?",
-        *places.values(),
-        _following(_map(best, words, across), places, opens=True),
-        note="Each place names the fastest policy, ties in the order of their times. A"
-        " click opens its run.",
-    )
-    kinds = [name for name in cells if name not in MEMORY_AXES]
-    parts = {
-        name: _choice(name, words[name], ALL, "at_") for name in [*kinds, "candidate"]
-    }
-    page.add(
-        "What does memory buy?",
-        *parts.values(),
-        _following(_front(runs), parts, zooms=True, opens=True, front=True),
-        note="A point for each run; on the line, less memory means more time."
-        " A click on a point opens its run, one on a name hides it. Drag to"
-        " move, Ctrl and wheel to zoom.",
-    )
-    first = int(best.sort_values("seconds")["run"].iloc[0]) if len(best) else 0
-    options = [
-        (
-            str(row["run"]),
-            " | ".join([*(row[name] for name in cells), row["candidate"]]),
-        )
-        for row in words.to_dict("records")
+    parts = {}
+    for name in (*cells, "candidate"):
+        if name not in MEMORY_AXES:
+            options = [(each, each) for each in (ALL, *words[name].unique())]
+            parts[name] = Choice(f"at_{name}", column(name).head, options, ALL)
+    best = table[table["fastest"]].sort_values("seconds")["run"].tolist()
+    first = best[0] if best else 0
+    # Another policy in the same setting; the first of all others where there is none.
+    here = (words[cells] == words.loc[first, cells]).all(axis=1)
+    order = [*words.index[here], *words.index]
+    other = next((run for run in order if run != first), first)
+    heads = words[[*cells, "candidate"]].agg(" | ".join, axis=1)
+    options = [(str(run), head) for run, head in heads.items()]
+    beside = [
+        Choice("run", "run", options, str(first)),
+        Choice("other_run", "beside", options, str(other)),
     ]
-    beside = {
-        "run": Choice("run", "run", options, str(first)),
-        "other_run": Choice(
-            "other_run", "beside", options, str(_another(words, first, cells))
+    held, placed = _places(frame, [*best, *runs.sort_values("seconds")["run"]])
+    few = "" if held == len(frame) else " Only the fastest show their experts."
+    lanes = _lanes_drawn(frame)
+    experts = [placement_drawn(placed)] if held else []
+    return [
+        Section(
+            "What does memory buy?",
+            [
+                *parts.values(),
+                Shown(_memory_drawn(runs), parts, explores=True),
+            ],
+            "A point for each run; on the line, less memory means more time. A click on"
+            " a point opens its run, one on a name hides it. Drag to move, Ctrl and"
+            " wheel to zoom.",
         ),
-    }
-    held = _with_placement(runs, best["run"])
-    placed = _places(frame, held)
-    page.add(
-        "One run beside another",
-        *beside.values(),
-        *(_facts(frame, choice) for choice in beside),
-        *(_lanes(frame, choice) for choice in beside),
-        *(placement_chart(placed, choice) for choice in beside if held),
-        note="Opened on the fastest; choose others on the map, among the points or in"
-        " the table below."
-        + ("" if len(held) == len(frame) else " Only the fastest show their experts."),
-    )
-
-
-def _following(figure: Figure, choices: Mapping[str, Choice], **more: Any) -> Any:
-    """A figure that shows what is chosen, by column."""
-    where = {name: choice.name for name, choice in choices.items()}
-    chosen = {choice.name: choice.value for choice in choices.values()}
-    return interactive(figure, where=where, chosen=chosen, **more)
-
-
-def _choice(
-    name: str, values: pd.Series, value: str | None = None, prefix: str = "only_"
-) -> Choice:
-    listed = list(dict.fromkeys(map(str, values)))
-    options = [(ALL, ALL), *((each, each) for each in listed)]
-    return Choice(f"{prefix}{name}", axis_head(name), options, value or listed[0])
-
-
-def _another(words: pd.DataFrame, first: int, cells: Sequence[str]) -> int:
-    """The run of another policy in the same setting; the first of all others."""
-    places = words[list(cells)].agg(" | ".join, axis="columns")
-    others = words.index[(places == places[first]) & (words.index != first)]
-    return int(others[0]) if len(others) else int(first == 0 and len(words) > 1)
-
-
-def _map(best: pd.DataFrame, words: pd.DataFrame, across: Sequence[str]) -> Figure:
-    """The fastest policy over one or two axes of settings."""
-    rows = best.assign(
-        none="",
-        words=[
-            f"{row['tied_names']}\n{ms(row['seconds'])}"
-            for row in best.to_dict("records")
-        ],
-    )
-    sides = [names(name, axis_head(name), words[name]) for name in across]
-    x, y = [*sides, names("none", "", [""])][:2]
-    return Figure(
-        rows, x, y, "The fastest policy of each setting", mark="tile",
-        series="candidate", text="words", hover=[("seconds", "seconds", ".4~g")],
-    )  # fmt: skip
+        Section(
+            "One run beside another",
+            [
+                *beside,
+                *(_facts(frame, choice.name) for choice in beside),
+                *(Shown(lanes, {"at_run": choice}) for choice in beside),
+                *(Shown(each, {"policy": c}) for c in beside for each in experts),
+            ],
+            "Opened on the fastest; choose others among the points or in the tables."
+            + few,
+        ),
+    ]
 
 
 _FACTS = (
@@ -860,97 +671,82 @@ _FACTS = (
 
 def _facts(frame: pd.DataFrame, choice: str) -> Facts:
     """What each run was, and what came out."""
-    columns = [column(name) for name in _FACTS if name in frame]
+    columns = list(map(column, _FACTS))
     values = {
-        str(place): [
-            *(each.cell(run[each.name]) for each in columns),
-            f"$ {_command(run)}",
-        ]
+        str(place): [*(c.cell(run[c.name]) for c in columns), f"$ {_command(run)}"]
         for place, run in enumerate(frame.to_dict("records"))
     }
     return Facts(choice, [*(each.head for each in columns), "again"], values)
+
+
+def _exact(size_bytes: int) -> str:
+    """A size for a command line, to the byte: ``8GiB``."""
+    power = next(power for power in (3, 2, 1, 0) if size_bytes % 1024**power == 0)
+    return f"{size_bytes // 1024**power}{('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _command(run: Mapping[Any, Any]) -> str:
     """The command line that repeats a run, with its page."""
     line = ["moesim", "replay", str(run["trace"])]
     for declared in fields(RunConfig):
-        value: Any = run.get(declared.name)
-        missing = value is None or value != value  # noqa: PLR0124 - NaN
-        if missing or declared.name == "trace" or declared.name.endswith("_digest"):
+        name, value = declared.name, run.get(declared.name)
+        if name == "trace" or name.endswith("_digest") or pd.isna(value):
             continue
-        if value == default_of(declared) and declared.name not in ("policy", "hw"):
+        if value == default_of(declared) and name not in ("policy", "hw"):
             continue
+        option = option_of(declared)
         # Pandas turns whole numbers beside gaps into floats.
-        if option_of(declared).kind is int:
-            value = int(value)
-        text = str(value)
-        if option_of(declared).is_size:
-            text = f"{value / GIB:g}GiB"
-        line += [flag_of(declared), text]
+        text = str(int(value) if option.kind is int else value)
+        line += [flag_of(declared), _exact(int(value)) if option.is_size else text]
     return shlex.join([*line, "--html", "run.html"])
 
 
-def _lanes(frame: pd.DataFrame, choice: str) -> Any:
+def _lanes_drawn(frame: pd.DataFrame) -> Figure:
+    """What every lane of each run did: a share of it busy, then waiting."""
     rows = []
     for place, run in enumerate(frame.to_dict("records")):
         lanes = json.loads(run["lanes"])
         whole_s = run["makespan_s"] or 1.0
         for lane, busy_s in lanes["busy_s"].items():
-            stall_s = lanes["stall_s"].get(lane) or 0.0
-            for activity, seconds, start in (
-                ("busy", busy_s, 0.0),
-                ("waits for copies", stall_s, busy_s),
-            ):
-                if seconds:
-                    ends = (start / whole_s, (start + seconds) / whole_s)
-                    rows.append((place, lane, activity, *ends))
-    table = pd.DataFrame(rows, columns=["at_run", "lane", "what", "from", "to"])
-    figure = Figure(
-        table.assign(share=table["to"] - table["from"]),
+            busy = busy_s / whole_s
+            waits = (lanes["stall_s"].get(lane) or 0.0) / whole_s
+            rows.append((place, lane, "busy", 0.0, busy, busy))
+            rows.append((place, lane, "waits for copies", busy, busy + waits, waits))
+    heads = ["at_run", "lane", "what", "from", "to", "share"]
+    table = pd.DataFrame(rows, columns=heads)
+    return Figure(
+        table[table["share"] > 0],
         Axis("to", "share of the run", ".0%", limits=(0, 1)),
         names("lane", "", table["lane"]),
-        f"What every lane did: {'the run' if choice == 'run' else 'beside it'}",
+        "What every lane did",
         mark="span",
         series="what",
         colours={"busy": GPU, "waits for copies": QUIET},
         start="from",
         hover=[("share", "share", ".1%")],
     )
-    return interactive(figure, where={"at_run": choice})
 
 
-def _with_placement(runs: pd.DataFrame, winners: Iterable[int]) -> list[int]:
-    """The runs whose placement the page holds: all, or the fastest first."""
-    order = [*winners, *runs.sort_values("seconds")["run"]]
-    held = []
+def _places(frame: pd.DataFrame, order: Iterable[int]) -> tuple[int, pd.DataFrame]:
+    """Where every expert was, in the columns of `Run.placement`, of as many runs as a
+    page holds; and how many these are.
+    """
+    parts: list[pd.DataFrame] = []
     count = 0
-    for run in dict.fromkeys(map(int, order)):
-        count += len(runs["placement"].iloc[run]) // 2
+    for place in dict.fromkeys(order):
+        run = frame.iloc[place]
+        on_gpu, resident = np.frombuffer(run["placement"], np.uint8).reshape(2, -1)
+        count += len(on_gpu)
         if count > MOST_PLACES:
             break
-        held.append(run)
-    return sorted(held)
-
-
-def _places(frame: pd.DataFrame, held: Sequence[int]) -> pd.DataFrame:
-    """Where every expert was, in the columns of `Run.placement`, of some runs."""
-    parts = []
-    for place in held:
-        run = frame.iloc[place]
-        shares = np.frombuffer(run["placement"], np.uint8)
-        experts = int(run["placement_experts"] or 1)
-        on_gpu, resident = shares.reshape(2, -1)
         used = np.flatnonzero(on_gpu != NEVER_USED)
-        parts.append(
-            pd.DataFrame(
-                {
-                    "policy": str(place),
-                    "layer": used // experts,
-                    "expert": used % experts,
-                    "on_gpu": np.round(on_gpu[used] / FULL_SHARE, 3),
-                    "resident": np.round(resident[used] / FULL_SHARE, 3),
-                }
-            )
-        )
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        layer, expert = np.divmod(used, int(run["placement_experts"] or 1))
+        columns = {
+            "policy": str(place),
+            "layer": layer,
+            "expert": expert,
+            "on_gpu": on_gpu[used] / FULL_SHARE,
+            "resident": resident[used] / FULL_SHARE,
+        }
+        parts.append(pd.DataFrame(columns))
+    return len(parts), pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

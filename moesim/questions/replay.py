@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.units import bandwidth, format_bytes, ms, number, percent
+from moesim.base.units import format_bytes, ms, number, percent
 from moesim.hwprofiles.profile import rate_interval
-from moesim.reporting.answers import HEADS, Answer, Listing
-from moesim.reporting.pages import trace_words
+from moesim.reporting.answers import Answer
+from moesim.reporting.parts import Column, Listing, column, trace_words
 from moesim.runs.result import busy_shares
 
 if TYPE_CHECKING:
@@ -43,28 +44,24 @@ def run_answer(run: Run) -> Answer:
         warnings=run.warnings,
         settings=json.dumps(config, indent=1),
     )
-    if any(True for _ in run.timeline.step_chunks()):
-        _draw_with(answer, run)
-    return answer
-
-
-def _draw_with(answer: Answer, run: Run) -> None:
-    """Add what a timeline can show."""
+    if not any(True for _ in run.timeline.step_chunks()):
+        return answer
     # They need pandas, half a second that figures alone need not cost.
     from moesim.questions.lanes import (  # noqa: PLC0415
-        add_runs,
         course_drawn,
         placement_drawn,
+        run_sections,
     )
     from moesim.questions.timeline import step_drawn  # noqa: PLC0415
 
     answer.figures = {
-        "step": lambda **which: step_drawn(run, **which),
+        "step": partial(step_drawn, run),
         "placement": lambda: placement_drawn(run.placement()),
         "passes": lambda: course_drawn({"run": run}),
     }
     # A page holds many passes, to zoom into.
-    answer.on_page = lambda page: add_runs(page, {"run": run})
+    answer.on_page = partial(run_sections, {"run": run})
+    return answer
 
 
 def _sentence(metrics: Mapping[str, Any]) -> str:
@@ -87,18 +84,16 @@ def setting_facts(
         steps: forward passes; None where they are not counted.
     """
     passes = "" if steps is None else f"{steps:,} forward passes of "
-    facts = [
+    parts = ("assignment", "cache", "prefetch", "routing", "batch")
+    return [
         ("model", f"{config['model']}, {passes}{config['trace']}"),
         ("machine", f"{config['hw']} ({config['hw_kind']} profile)"),
-        ("policy", _policy_parts(config)),
-        ("cache", _cache_size(config)),
+        ("policy", ", ".join(f"{part} {config[part]}" for part in parts)),
+        ("cache", cache_words(config)),
         # Runs stored by older versions do not say how they began.
-        ("cache began", str(config.get("begins", "unknown"))),
+        ("cache began", config.get("begins", "unknown")),
+        ("GPU memory", _gpu_memory(config)),
     ]
-    # Runs stored by older versions do not say what a GPU's memory was taken by.
-    if "gpu_bill" in config:
-        facts.append(("GPU memory", _gpu_memory(config)))
-    return facts
 
 
 def error_of(run: Run) -> float | None:
@@ -108,68 +103,57 @@ def error_of(run: Run) -> float | None:
     return run.config.get("prediction_error")
 
 
+# The three hit rates differ by tens of points in one run, so each is named.
+_FACTS = {
+    "hit rate": "{hit_rate_active} of active experts, {hit_rate_gpu} of GPU-assigned"
+    " ones, {hit_rate_token} weighted by tokens",
+    "accesses": "{accesses}: {hits} hits, {delayed_hits} delayed, {misses} misses",
+    "planning": "{planning_s} of {makespan_s}, {planning_share}",
+    "prefetch": "{prefetched} copies, {prefetch_accuracy} of them used",
+    "requests": "{requests} served",
+    "first token, by request": "50 % within {ttft_p50_s}, 95 % within {ttft_p95_s},"
+    " 99 % within {ttft_p99_s}",
+    "per token, by request": "50 % within {tpot_p50_s}, 95 % within {tpot_p95_s},"
+    " 99 % within {tpot_p99_s}",
+    "limits": "{slo_attainment} within them, {goodput_per_s} such requests/s",
+    "energy": "{energy_j}, {tokens_per_kj} tokens per kJ",
+    "routing": "{routing}: counterfactual, {gate_mass_kept} of the gate mass kept",
+}
+"""What is said of a run, in words with metrics in their places."""
+
+
 def _result_facts(
     metrics: Mapping[str, Any], error: float | None
 ) -> list[tuple[str, str]]:
-    """How fast it was, and what was hit; energy and prefetches where there are any."""
+    """How fast it was, what was hit, and whatever else there is to say."""
+    # Measured runs have no arrivals.
+    served = metrics.get("requests") or {}
+    words = {
+        name: column(name).cell(value)
+        for name, value in {**metrics, **served}.items()
+        if not isinstance(value, dict)
+    }
+    says_nothing = {
+        "prefetch": not metrics["prefetched"],
+        "limits": served.get("slo_attainment") is None,
+        "energy": metrics["energy_j"] is None,
+        "routing": metrics["routing"] == "recorded",
+    }
+    if not served:
+        of_requests = ("requests", "first token, by request", "per token, by request")
+        says_nothing |= dict.fromkeys(of_requests, True)
     facts = [
         ("first token", _speed(metrics, "ttft_s", "prefill", error)),
         ("per token", _speed(metrics, "tpot_s", "decode", error)),
-        ("hit rate", _hit_rates(metrics)),
-        ("accesses", _access_counts(metrics)),
-        (
-            "planning",
-            (
-                f"{ms(metrics['planning_s'])} of {ms(metrics['makespan_s'])},"
-                f" {percent(metrics['planning_share'])}"
-            ),
+        *(
+            (name, text.format_map(words))
+            for name, text in _FACTS.items()
+            if not says_nothing.get(name)
         ),
     ]
-    if metrics["prefetched"]:
-        accuracy = percent(metrics["prefetch_accuracy"])
-        facts.append(
-            ("prefetch", f"{metrics['prefetched']:,} copies, {accuracy} of them used")
-        )
-    # Measured runs have no arrivals.
-    if metrics.get("requests"):
-        facts += _request_facts(metrics["requests"])
-    if metrics["energy_j"] is not None:
-        efficiency = number(metrics["tokens_per_kj"])
-        facts.append(
-            ("energy", f"{metrics['energy_j']:.0f} J, {efficiency} tokens per kJ")
-        )
-    if metrics["routing"] != "recorded":
-        kept = percent(metrics["gate_mass_kept"])
-        facts.append(
-            (
-                "routing",
-                f"{metrics['routing']}: counterfactual, {kept} of the gate mass kept",
-            )
-        )
     if metrics["approximate"]:
-        facts.append(
-            (
-                "answers",
-                "approximate: experts start one layer early, or join one layer late",
-            )
-        )
-    return facts
-
-
-def _request_facts(served: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What users of a server see."""
-    facts = [("requests", f"{served['requests']:,} served")]
-    for name in ("ttft", "tpot"):
-        words = f"{HEADS[f'{name}_s']}, by request"
-        shares = ", ".join(
-            f"{percent} % within {ms(served[f'{name}_p{percent}_s'])}"
-            for percent in (50, 95, 99)
-        )
-        facts.append((words, shares))
-    if served["slo_attainment"] is not None:
-        goodput = number(served["goodput_per_s"])
-        within = percent(served["slo_attainment"])
-        facts.append(("limits", f"{within} within them, {goodput} such requests/s"))
+        early = "experts start one layer early, or join one layer late"
+        facts.append(("answers", f"approximate: {early}"))
     return facts
 
 
@@ -177,35 +161,28 @@ def _lanes(run: Run) -> Listing:
     """A row for each lane; empty cells where a lane cannot stall or move bytes."""
     metrics = run.metrics
     shares = busy_shares(run)
-    rows = []
-    for lane, busy_s in metrics["busy_s"].items():
-        # Only links move bytes, and only compute lanes wait for copies.
-        moved = metrics["bytes"].get(lane)
-        can_stall = lane in metrics["stall_s"]
-        rows.append(
-            [
-                lane,
-                ms(busy_s),
-                percent(shares[lane]),
-                ms(metrics["stall_s"][lane]) if can_stall else "",
-                format_bytes(moved) if moved else "",
-                bandwidth(metrics["bandwidth"].get(lane)) if moved else "",
-            ]
-        )
-    return Listing.of(
-        ["lane", "busy", "of the run", "waits for copies", "moved", "bandwidth"], rows
-    )
-
-
-def _policy_parts(config: Mapping[str, Any]) -> str:
-    parts = [
-        f"{part} {config[part]}"
-        for part in ("assignment", "cache", "prefetch", "routing", "batch")
+    rows = [
+        [
+            lane,
+            busy_s,
+            shares[lane],
+            metrics["stall_s"].get(lane, ""),
+            *(metrics[name].get(lane) or "" for name in ("bytes", "bandwidth")),
+        ]
+        for lane, busy_s in metrics["busy_s"].items()
     ]
-    return ", ".join(parts)
+    columns = [
+        Column("lane", "lane"),
+        Column("busy_s", "busy", "s"),
+        Column("share", "of the run", "share"),
+        Column("stall_s", "waits for copies", "s"),
+        Column("bytes", "moved", "bytes"),
+        Column("bandwidth", "bandwidth", "bytes/s"),
+    ]
+    return Listing(rows, columns)
 
 
-def _cache_size(config: Mapping[str, Any]) -> str:
+def cache_words(config: Mapping[str, Any]) -> str:
     """Slots of the GPU cache and their bytes; host memory where that is limited."""
     slots = config["cache_slots"]
     # One pool for all layers has one entry, else there is one for each layer.
@@ -261,19 +238,3 @@ def _speed(
     if each is None or math.isclose(total, each, rel_tol=1e-3):
         return speed
     return f"{speed} ({number(each)} per sequence)"
-
-
-def _hit_rates(metrics: Mapping[str, Any]) -> str:
-    # The three differ by tens of points in one run, so each is named.
-    return (
-        f"{percent(metrics['hit_rate_active'])} of active experts,"
-        f" {percent(metrics['hit_rate_gpu'])} of GPU-assigned ones,"
-        f" {percent(metrics['hit_rate_token'])} weighted by tokens"
-    )
-
-
-def _access_counts(metrics: Mapping[str, Any]) -> str:
-    return (
-        f"{metrics['accesses']:,}: {metrics['hits']:,} hits,"
-        f" {metrics['delayed_hits']:,} delayed, {metrics['misses']:,} misses"
-    )

@@ -8,7 +8,6 @@ Source: Akiba et al., *Optuna*.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import fields
@@ -19,8 +18,9 @@ from moesim.base.text import unknown
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import parameters, split_policies
 from moesim.policies.registry import find
-from moesim.questions.ranked import axis_head, axis_value
-from moesim.reporting.answers import Answer, Column, Listing, column
+from moesim.questions.ranked import axis_value
+from moesim.reporting.answers import Answer
+from moesim.reporting.parts import Column, Listing, column, records
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.sweeps.plan import Plan, planned, split_options
 from moesim.runs.sweeps.rows import directions
@@ -53,7 +53,7 @@ def search(
     objectives: str | Sequence[str] = "tpot_s",
     trials: int = 60,
     minutes: float | None = None,
-    store: str | Path | None = None,
+    results: str | Path | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
     search_seed: int = 0,
@@ -76,9 +76,9 @@ def search(
         objectives: metrics; with several the answer is a Pareto front. Which way is
             better stands with each metric (`moesim.traces.timeline.metrics`).
         trials: runs that are proposed.
-        minutes: after which no round of proposals is begun; with a store, whose runs
+        minutes: after which no round of proposals is begun; with `results`, whose runs
             are not made again, the next call goes on.
-        store: as `moesim.sweep` takes it.
+        results: as `moesim.sweep` takes it.
         jobs: as `moesim.sweep` takes it.
         cluster: as `moesim.sweep` takes it.
         progress: called with the share of the work that is done.
@@ -88,7 +88,7 @@ def search(
     Returns:
         One row for each proposal that could be replayed, the best first: what was
         chosen, the objectives, ``best`` (on the Pareto front), and the digest; in
-        ``attrs["left_out"]`` how many proposals were not made.
+        ``attrs`` the objectives, and how many proposals were ``left_out``.
 
     Raises:
         TypeError, ConfigError, TraceError, ProfileError, PolicyError: as
@@ -118,7 +118,7 @@ def search(
         directions=["maximize" if is_maximised[name] else "minimize" for name in names],
         sampler=optuna.samplers.TPESampler(seed=search_seed),
     )
-    places = {"store": store, "jobs": jobs, "cluster": cluster}
+    places = {"results": results, "jobs": jobs, "cluster": cluster}
     end_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     done = 0
     refusal = None
@@ -151,7 +151,7 @@ def search(
         kind="stable",
         ignore_index=True,
     )
-    frame.attrs["left_out"] = trials - done
+    frame.attrs |= {"objectives": names, "left_out": trials - done}
     return frame
 
 
@@ -283,24 +283,24 @@ def _proposal(
     return config
 
 
-def search_answer(proposals: pd.DataFrame, objectives: Sequence[str]) -> Answer:
+def search_answer(proposals: pd.DataFrame) -> Answer:
     """Say which proposal is best, or which of them nothing beats.
 
     Args:
         proposals: of `search`.
-        objectives: of the same call.
     """
+    objectives: list[str] = proposals.attrs["objectives"]
+    chosen = [n for n in proposals.columns if n not in (*objectives, "best", "digest")]
     best = int(proposals["best"].sum())
     first = proposals.iloc[0]
     words = ", ".join(
-        f"{axis_head(name)} {axis_value(name, first[name])}"
-        for name in proposals.columns
-        if name not in (*objectives, "best", "digest") and first[name] is not None
+        f"{column(name).head} {axis_value(name, first[name])}"
+        for name in chosen
+        if first[name] is not None
     )
     reached = ", ".join(
         f"{each.head} {each.cell(first[each.name])}" for each in map(column, objectives)
     )
-    chosen = [n for n in proposals.columns if n not in (*objectives, "best", "digest")]
     table = proposals.head(MOST_SHOWN).copy()
     for name in chosen:
         table[name] = [axis_value(name, value) for value in table[name].astype(object)]
@@ -308,7 +308,7 @@ def search_answer(proposals: pd.DataFrame, objectives: Sequence[str]) -> Answer:
     notes = [f"nothing beats {best} of {len(proposals)} runs that were replayed"]
     if left_out := proposals.attrs.get("left_out"):
         notes.append(f"left out: {left_out} proposals that did not fit the time")
-    columns = [*(Column(name, axis_head(name)) for name in chosen)]
+    columns = [Column(name, column(name).head) for name in chosen]
     columns += [*map(column, objectives), Column("best", "unbeaten")]
     return Answer(
         question=f"which run is best by {', '.join(objectives)}?",
@@ -316,5 +316,5 @@ def search_answer(proposals: pd.DataFrame, objectives: Sequence[str]) -> Answer:
         tables=[Listing(table, columns)],
         sentences=[f"best: {words}; {reached}"],
         notes=notes,
-        data={"table": json.loads(proposals.to_json(orient="records"))},
+        data={"table": records(proposals)},
     )

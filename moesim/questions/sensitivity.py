@@ -20,9 +20,12 @@ from moesim.base.units import percent
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.schema import lower_bound
-from moesim.reporting.answers import Answer, Column, Listing
-from moesim.runs.config import MemoryOptions, RunConfig, takes_options
-from moesim.runs.replay import replay, replay_cache
+from moesim.questions.hit_rates import hit_rates
+from moesim.questions.replay import cache_words
+from moesim.reporting.answers import Answer
+from moesim.reporting.parts import HEADS, Column, Listing
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.replay import replay
 from moesim.runs.setup import opened, profile_of
 from moesim.traces.format.batch import compose
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.hwprofiles.schema import Curve, Quantity
+    from moesim.runs.result import Run
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
@@ -75,8 +79,7 @@ class Sensitivity:
 
     def answer(self) -> Answer:
         """Say whether what calibration could not know decides who is fastest."""
-        config = self.config
-        changes = [each["path"] for each in self.constants if each["changes_winner"]]
+        changes = self.to_json()["winner_changes"]
         sentence = f"{self.winner} stays the fastest wherever a constant lies"
         if changes:
             sentence = (
@@ -92,37 +95,25 @@ class Sensitivity:
             for share, rate in self.cliff["hit_rate"].items()
         )
         first = sorted(self.baseline_s.items(), key=lambda item: item[1])
-        constants = Listing(
-            pd.DataFrame(self.constants[:MOST_CONSTANTS]),
-            [
-                Column("path", "constant"),
-                Column("effect", "changes times by", "share"),
-                Column("interval", "its interval is"),
-                Column("changes_winner", "changes the winner"),
-            ],
-            title="Constants, the most important first",
-        )
+        times = pd.DataFrame(first, columns=["policy", "seconds"])
+        tables = [Listing(times, _TIMES)]
+        if self.constants:
+            moved = pd.DataFrame(self.constants[:MOST_CONSTANTS])
+            title = "Constants, the most important first"
+            tables.append(Listing(moved, _CONSTANTS, title=title))
+        named = ("trace", "hw", "memory", "batch")
         return Answer(
             question="does it depend on what is not known of the machine?",
-            subject=config["hw"],
+            subject=self.config["hw"],
             setting=[
-                ("trace", config["trace"]),
-                ("machine", config["hw"]),
-                ("memory", config["memory"]),
-                ("batch", str(config["batch"])),
-                ("steps", f"the first {config['steps']} forward passes"),
+                *((HEADS.get(name, name), str(self.config[name])) for name in named),
+                ("steps", f"the first {self.config['steps']} forward passes"),
             ],
-            tables=[
-                Listing(
-                    pd.DataFrame(first, columns=["policy", "seconds"]),
-                    [Column("policy", "policy"), Column("seconds", "per token", "s")],
-                ),
-                *([constants] if self.constants else []),
-            ],
+            tables=tables,
             sentences=[sentence],
             notes=[
                 (
-                    "to fetch an absent expert is faster than to compute it on the CPU"
+                    "fetching an absent expert is faster than computing it on the CPU"
                     f" {since}"
                 ),
                 (
@@ -133,6 +124,15 @@ class Sensitivity:
             ],
             data=self.to_json(),
         )
+
+
+_TIMES = [Column("policy", "policy"), Column("seconds", "per token", "s")]
+_CONSTANTS = [
+    Column("path", "constant"),
+    Column("effect", "changes times by", "share"),
+    Column("interval", "its interval is"),
+    Column("changes_winner", "changes the winner"),
+]
 
 
 class _Move(NamedTuple):
@@ -173,24 +173,27 @@ def sensitivity(
     profile = profile_of(config.hw if hw is None else hw)
     report_progress = progress or (lambda _path, _share: None)
 
-    def times_s(machine: HardwareProfile) -> dict[str, float]:
-        runs = {
+    def runs_on(machine: HardwareProfile) -> dict[str, Run]:
+        return {
             name: replay(config.replaced(policy=name, hw=machine), keep=False)
             for name in policies
         }
+
+    def times_s(runs: dict[str, Run]) -> dict[str, float]:
         measures = ("tpot_s", "makespan_s")
         figures = [[run.metrics[each] for run in runs.values()] for each in measures]
         seconds = figures[0] if all(figures[0]) else figures[1]
         return dict(zip(runs, seconds, strict=True))
 
-    baseline_s = times_s(profile)
+    baseline = runs_on(profile)
+    baseline_s = times_s(baseline)
     winner = _fastest(baseline_s)
     moves = list(_moves(profile))
     constants: list[dict[str, Any]] = []
     for number, move in enumerate(moves):
         report_progress(move.path, number / len(moves))
         # One constant at a time: what two of them do together stays unseen.
-        moved = [times_s(machine) for machine in move.ends]
+        moved = [times_s(runs_on(machine)) for machine in move.ends]
         effect = max(
             abs(seconds[name] / baseline_s[name] - 1.0)
             for seconds in moved
@@ -223,7 +226,7 @@ def sensitivity(
             "hw": profile.name,
             "hw_digest": profile.digest,
             "policies": list(policies),
-            "memory": config.memory.size_words,
+            "memory": cache_words(baseline[winner].config),
             "batch": config.batch,
             "steps": config.steps,
         },
@@ -258,12 +261,8 @@ def _moves(profile: HardwareProfile) -> Iterator[_Move]:
 
 def _ends_of_number(path: str, quantity: Quantity) -> list[Quantity]:
     """Both ends of a number's interval, or of the assumed one."""
-    ends = quantity.interval
-    if ends is None:
-        ends = (
-            quantity.value * (1 - ASSUMED_SHARE),
-            quantity.value * (1 + ASSUMED_SHARE),
-        )
+    margin = ASSUMED_SHARE * quantity.value
+    ends = quantity.interval or (quantity.value - margin, quantity.value + margin)
     # An interval may reach below what the number can be.
     least = max(_LEAST, lower_bound(path).value)
     return [replace(quantity, value=max(value, least), interval=None) for value in ends]
@@ -274,18 +273,13 @@ def _ends_of_curve(curve: Curve) -> list[Curve]:
     assumed share.
     """
     seconds = np.array(curve.seconds)
+    errors_s = ASSUMED_SHARE * seconds
     if curve.samples and curve.spread:
         # A mean of n samples is known to 1.96 IQR / (1.35 sqrt(n)).
         errors_s = 1.96 / 1.35 * np.array(curve.spread) / np.sqrt(curve.samples)
-    else:
-        errors_s = ASSUMED_SHARE * seconds
-
     # As a whole: errors of one machine's curve hardly cancel.
-    ends = []
-    for sign in (-1.0, 1.0):
-        moved_s = np.maximum(seconds + sign * errors_s, _LEAST)
-        ends.append(replace(curve, seconds=tuple(moved_s.tolist())))
-    return ends
+    moved_s = [np.maximum(seconds + each, _LEAST) for each in (-errors_s, errors_s)]
+    return [replace(curve, seconds=tuple(each.tolist())) for each in moved_s]
 
 
 def break_even(profile: HardwareProfile, shape: ModelShape) -> list[dict[str, Any]]:
@@ -302,18 +296,11 @@ def break_even(profile: HardwareProfile, shape: ModelShape) -> list[dict[str, An
     cpu_s = costs.cpu_s(0, tokens)
     gpu_s = costs.gpu_s(0, tokens)
     copy_s = costs.copy_s(0)
-    rows = []
-    for row, count in enumerate(_TOKENS):
-        fetched_s = copy_s + gpu_s[row]
-        rows.append(
-            {
-                "tokens": count,
-                "cpu_s": float(cpu_s[row]),
-                "copy_s": copy_s,
-                "gpu_s": float(gpu_s[row]),
-                "fetch": bool(fetched_s < cpu_s[row]),
-            }
-        )
+    table = pd.DataFrame(
+        {"tokens": tokens, "cpu_s": cpu_s, "copy_s": copy_s, "gpu_s": gpu_s}
+    )
+    table["fetch"] = copy_s + gpu_s < cpu_s
+    rows: list[dict[Any, Any]] = table.to_dict("records")
     return rows
 
 
@@ -335,15 +322,15 @@ def capacity_cliff(
     # The median: a prefill touches many more experts than all other steps.
     working_set = int(np.median(sizes))
     all_experts = shape.layers * shape.experts
-    hit_rates = {}
-    for share in _WORKING_SET_SHARES:
-        # Twice the working set may be more than there is.
-        ratio = min(1.0, share * working_set / all_experts)
-        memory = MemoryOptions(cache_ratio=ratio, cache_scope="global")
-        counts = replay_cache(trace, "lru", memory=memory, batch=batch, steps=steps)
-        hit_rates[f"{share:g}"] = counts["hit_rate_active"]
+    # Twice the working set may be more than there is.
+    ratios = [
+        min(1.0, share * working_set / all_experts) for share in _WORKING_SET_SHARES
+    ]
+    rates = hit_rates(trace, ["lru"], ratios, scope="global", batch=batch, steps=steps)
+    shares = map("{:g}".format, _WORKING_SET_SHARES)
+    by_share = dict(zip(shares, rates["lru"], strict=True))
     return {
         "working_set": working_set,
         "ratio": working_set / all_experts,
-        "hit_rate": hit_rates,
+        "hit_rate": by_share,
     }

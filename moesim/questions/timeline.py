@@ -12,11 +12,10 @@ import pandas as pd
 from moesim.base.units import format_bytes, ms
 from moesim.policies.base import PolicyError
 from moesim.reporting.figures import CPU, GPU, Axis, Figure, names
-from moesim.reporting.interactive import timeline_chart
-from moesim.reporting.pages import Choice, Spans
+from moesim.reporting.parts import Choice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from moesim.runs.result import Run
 
@@ -89,28 +88,25 @@ def _causes(spans: pd.DataFrame) -> np.ndarray:
     The copy of the same expert is preferred, then work of the same layer step, then
     what its own lane did before.
     """
-    starts = np.rint(spans["start_s"] * NS_PER_S).astype(np.int64).tolist()
-    ends = np.rint(spans["end_s"] * NS_PER_S).astype(np.int64).tolist()
-    experts = spans["expert"].tolist()
-    lanes = spans["lane"].astype(str).tolist()
-    layer_steps = list(zip(spans["step"], spans["layer"], strict=True))
-    ended: dict[int, list[int]] = {}
-    for row, end in enumerate(ends):
-        ended.setdefault(end, []).append(row)
-
+    table = spans[["step", "layer", "expert"]].assign(
+        lane=spans["lane"].astype(str),
+        row=np.arange(len(spans)),
+        start=np.rint(spans["start_s"] * NS_PER_S),
+        end=np.rint(spans["end_s"] * NS_PER_S),
+    )
+    pairs = table.merge(table, left_on="start", right_on="end", suffixes=("", "_by"))
+    pairs = pairs[pairs["row_by"] < pairs["row"]]
+    lane, step, layer, expert = (
+        pairs[name] == pairs[f"{name}_by"]
+        for name in ("lane", "step", "layer", "expert")
+    )
+    copied = expert & layer & (pairs["expert"] >= 0)
+    rank = 4 * copied + 2 * (step & layer) + lane
+    order = ["row", "rank", "row_by"]
+    pairs = pairs.assign(rank=rank).sort_values(order, ascending=[True, False, True])
+    best = pairs.drop_duplicates("row")
     causes = np.zeros(len(spans), int)
-    for row, start in enumerate(starts):
-        best = 0
-        for other in ended.get(start, ()):
-            if other >= row:
-                continue
-            same_step = layer_steps[other] == layer_steps[row]
-            same_expert = experts[other] == experts[row] >= 0
-            rank = 1 + (lanes[other] == lanes[row]) + 2 * same_step
-            rank += 4 * (same_expert and layer_steps[other][1] == layer_steps[row][1])
-            if rank > best:
-                best = rank
-                causes[row] = row - other
+    causes[best["row"]] = best["row"] - best["row_by"]
     return causes
 
 
@@ -124,8 +120,8 @@ def packed(run: Run, steps: Sequence[int]) -> dict[str, Any]:
     sizes, which = np.unique(spans["bytes"], return_inverse=True)
     kinds = list(KINDS)
     lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
-    rows = run.timeline.step_frame()
-    rows = rows[rows["step"].isin(steps)]
+    ends_of_steps = run.timeline.step_frame().set_index("step").loc[list(steps)]
+    ends_of_steps = (NS_PER_S * ends_of_steps[["start_s", "end_s"]]).round()
     return {
         "lanes": lanes,
         "kinds": kinds,
@@ -140,12 +136,7 @@ def packed(run: Run, steps: Sequence[int]) -> dict[str, Any]:
         "reasons": _REASONS,
         "reason": spans["reason"].tolist(),
         "cause": spans["cause"].tolist(),
-        "steps": [
-            [int(step), round(NS_PER_S * start_s), round(NS_PER_S * end_s)]
-            for step, start_s, end_s in zip(
-                rows["step"], rows["start_s"], rows["end_s"], strict=True
-            )
-        ],
+        "steps": ends_of_steps.astype(int).reset_index().to_numpy().tolist(),
     }
 
 
@@ -190,37 +181,12 @@ def step_choice(run: Run, steps: Sequence[int]) -> Choice:
     """A choice of the forward passes that a page holds, with how long they took."""
     rows = run.timeline.step_frame()
     rows = rows[rows["step"].isin(steps)]
-    options = [
-        (
-            str(row["step"]),
-            (
-                f"{row['step']}: {row['phase']}, {row['tokens']} tokens,"
-                f" {ms(row['end_s'] - row['start_s'])}"
-            ),
-        )
-        for row in rows.to_dict("records")
-    ]
-    first = str(middle_step(rows))
-    return Choice("step", "forward pass", options, first)
-
-
-def timeline_part(
-    runs: Mapping[str, Any], lanes: Sequence[str], choice: str | None = None
-) -> Spans:
-    """A timeline for a page.
-
-    Args:
-        runs: by name, what `packed` returns.
-        lanes: rows of the chart, from top to bottom.
-        choice: whose value names the run; None where there is one.
-    """
-    rows = pd.DataFrame(columns=[*_COLUMNS, "at"])
-    figure = _figure(rows, lanes, "ms since the start of the forward pass")
-    where = None if choice is None else {"run": choice}
-    return Spans(timeline_chart(figure, where), runs, choice)
-
-
-_COLUMNS = ("lane", "kind", "start", "end", "label")
+    options = []
+    for row in rows.to_dict("records"):
+        took = ms(row["end_s"] - row["start_s"])
+        words = f"{row['step']}: {row['phase']}, {row['tokens']} tokens, {took}"
+        options.append((str(row["step"]), words))
+    return Choice("step", "forward pass", options, str(middle_step(rows)))
 
 
 def step_drawn(run: Run, step: int | None = None, layers: int = 4) -> Figure:
@@ -264,14 +230,11 @@ def step_drawn(run: Run, step: int | None = None, layers: int = 4) -> Figure:
             "label": expert.where(fits, ""),
         }
     )
-    words = f"ms since the start of forward pass {step}, of {ms(whole_s)} in all"
-    return _figure(drawn, lanes, words)
-
-
-def _figure(rows: pd.DataFrame, lanes: Sequence[str], words: str) -> Figure:
     return Figure(
-        rows,
-        Axis("end", words),
+        drawn,
+        Axis(
+            "end", f"ms since the start of forward pass {step}, of {ms(whole_s)} in all"
+        ),
         names("lane", "", lanes),
         "What every lane did; the numbers are those of experts",
         mark="span",

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from moesim.reporting.answers import Answer, Column, Listing
+from moesim.base.units import percent
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import PALETTE, Axis, Figure
-from moesim.reporting.interactive import interactive
-from moesim.reporting.pages import trace_words
+from moesim.reporting.parts import Column, Listing, trace_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from moesim.reporting.pages import Page
     from moesim.traces.format.reader import Trace
     from moesim.traces.stats.trace_summary import TraceSummary
 
@@ -28,16 +27,20 @@ _ANSWERS = {
     "no": "Not worth offloading.",
     "unknown": "No verdict.",
 }
-COLUMNS = {
-    "active": ("active", "{:.1f}"),
-    "active in prefill": ("active_prefill", "{:.1f}"),
-    "entropy, bits": ("entropy_bits", "{:.2f}"),
-    "busiest": ("max_share", "{:.1%}"),
-    "overlap": ("overlap", "{:.2f}"),
-    "working set": ("working_set", "{:.1f}"),
-    "touched": ("touched", "{:.0f}"),
-}
-"""Head of a column -> the figure below it, and how it is written."""
+COLUMNS = (
+    Column("active", "active"),
+    Column("active_prefill", "active in prefill"),
+    Column("entropy_bits", "entropy, bits"),
+    Column("max_share", "busiest", "share"),
+    Column("overlap", "overlap", "share"),
+    Column("working_set", "working set"),
+    Column("touched", "touched"),
+)
+"""Figures of each layer."""
+MOST_LOAD = 4
+"""Colours end at so many times the even load; few experts are beyond it."""
+
+LAYER = Axis("layer", "layer", integer=True)
 
 
 def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
@@ -45,52 +48,33 @@ def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
     figures = summary.figures
     shape = summary.shape
     judgement = figures["verdict"]
-    chance = figures["overlap_chance"]
-    # Names of models, files and people stay as they are written.
-    provenance = json.dumps(trace.header.provenance, ensure_ascii=False, indent=1)
+    tokens = (
+        f"{figures['prefill_tokens']:,} prompt and {figures['decode_tokens']:,}"
+        f" generated tokens, {figures['decode_steps']:,} decode steps at batch"
+        f" {figures['batch']}; overlap by chance: {percent(figures['overlap_chance'])}"
+    )
+    model = f"{shape.layers} MoE layers of {shape.experts} experts, top {shape.top_k}"
     sizes = _sizes(judgement)
+    drawn = {name: draw(summary) for name, draw in FIGURES.items()}
     return Answer(
         question=f"is {trace.path.name} worth a cache?",
         subject=f"{shape.name}, no machine",
-        setting=[
-            (
-                "model",
-                (
-                    f"{shape.name}: {shape.layers} MoE layers of {shape.experts}"
-                    f" experts, top {shape.top_k}"
-                ),
-            ),
-            (
-                "trace",
-                (
-                    f"{figures['prefill_tokens']:,} prompt and"
-                    f" {figures['decode_tokens']:,} generated tokens,"
-                    f" {figures['decode_steps']:,} decode steps at batch"
-                    f" {figures['batch']}; overlap by chance: {chance:.2f}"
-                ),
-            ),
-        ],
+        setting=[("model", f"{shape.name}: {model}"), ("trace", tokens)],
         tables=[*sizes, _layers(figures)],
         sentences=[_ANSWERS[judgement["answer"]], *judgement["why"]],
         notes=["hit rates here are of decode accesses; `moesim hits` counts all"]
         if sizes
         else [],
         figures={
-            name: (lambda draw=draw: draw(summary))
-            for name, (_, _, draw) in PANELS.items()
-            if draw(summary) is not None
+            name: (lambda figure=figure: figure)
+            for name, figure in drawn.items()
+            if figure is not None
         },
         data=figures,
         sources={"trace": trace_words(trace.path.name, trace.digest())},
-        on_page=lambda page: _add_panels(page, summary),
-        settings=provenance,
+        # Names of models, files and people stay as they are written.
+        settings=json.dumps(trace.header.provenance, ensure_ascii=False, indent=1),
     )
-
-
-def _add_panels(page: Page, summary: TraceSummary) -> None:
-    for title, note, draw in PANELS.values():
-        figure = draw(summary)
-        page.add(title, None if figure is None else interactive(figure), note=note)
 
 
 def _sizes(judgement: Mapping[str, Any]) -> list[Listing]:
@@ -105,34 +89,26 @@ def _sizes(judgement: Mapping[str, Any]) -> list[Listing]:
         Column("words", "LRU cache of"),
         Column("slots", "experts per layer"),
         Column("bytes", "memory", "bytes"),
-        Column("lru", "LRU", "share", "larger"),
-        Column("belady", "Belady", "share", "larger"),
-        Column("copied_bytes_per_step", "missing per step", "bytes", "smaller"),
+        Column("lru", "LRU", "share"),
+        Column("belady", "Belady", "share"),
+        Column("copied_bytes_per_step", "missing per step", "bytes"),
     ]
     return [Listing(pd.DataFrame(rows), columns)]
 
 
 def _layers(figures: Mapping[str, Any]) -> Listing:
     """One row per layer; without decode only what prefill tells."""
-    columns: dict[str, Sequence[str]] = {
-        head: [form.format(value) for value in figures[key]]
-        for head, (key, form) in COLUMNS.items()
-        # Without decode there is no overlap of adjacent tokens, for one.
-        if figures[key] is not None
-    }
+    # Without decode there is no overlap of adjacent tokens, for one.
+    columns = [each for each in COLUMNS if figures[each.name] is not None]
+    frame = pd.DataFrame({each.name: figures[each.name] for each in columns})
     for ratio, rates in figures["lru"].items():
         # A cache that a trace without decode steps cannot fill has no rates.
         if rates is not None:
-            columns[f"LRU {float(ratio):.1%}"] = [f"{rate:.1%}" for rate in rates]
-    rows = [
-        [str(at), *cells]
-        for at, cells in enumerate(zip(*columns.values(), strict=True))
-    ]
-    return Listing.of(["layer", *columns], rows, title="By layer")
-
-
-MOST_LOAD = 4
-"""Colours end at so many times the even load; few experts are beyond it."""
+            frame[f"lru {ratio}"] = rates
+            head = f"LRU {percent(float(ratio))}"
+            columns.append(Column(f"lru {ratio}", head, "share"))
+    frame.insert(0, "layer", range(len(frame)))
+    return Listing(frame, [Column("layer", "layer"), *columns], title="By layer")
 
 
 def curves(summary: TraceSummary) -> Figure | None:
@@ -140,32 +116,31 @@ def curves(summary: TraceSummary) -> Figure | None:
     curve = summary.figures["curve_decode"]
     if curve is None:
         return None
-    experts = summary.shape.experts
+    shape = summary.shape
     rows = []
     for name, policy in (("belady", "Belady"), ("lru", "LRU")):
         # One cache for all layers has a point for every slot. Every L-th of them holds
         # as many experts per layer as the other curves.
-        shared = curve[f"{name}_global"][:: summary.shape.layers]
-        for scope, rates in (
-            ("a cache per layer", curve[name]),
-            ("one for all layers", shared),
-        ):
-            rows += [
-                (f"{policy}, {scope}", slots, float(rate))
-                for slots, rate in enumerate(rates)
-            ]
+        of_scope = {
+            "a cache per layer": curve[name],
+            "one for all layers": curve[f"{name}_global"][:: shape.layers],
+        }
+        for scope, rates in of_scope.items():
+            cache = f"{policy}, {scope}"
+            rows += [(cache, slots, float(rate)) for slots, rate in enumerate(rates)]
     # The first of the sizes is the knee.
     knees = summary.figures["verdict"]["sizes"][:1]
     return Figure(
         pd.DataFrame(rows, columns=["cache", "slots", "rate"]),
-        Axis("slots", "experts cached per layer", limits=(0, experts)),
+        Axis("slots", "experts cached per layer", limits=(0, shape.experts)),
         Axis("rate", "hit rate in decode", ".0%", limits=(0, 1)),
-        "Hit rate over cache size; dashed: the knee, and caches that see the future",
+        "Hit rate over the size of a cache that begins empty; dashed: the knee, and"
+        " caches that see the future",
         series="cache",
         marked=False,
         dashed=frozenset(row[0] for row in rows if "Belady" in row[0]),
         rules=[("x", knee["slots"], "knee") for knee in knees],
-        lines=[((0, experts), (0, 1), "equally used experts")],
+        lines=[((0, shape.experts), (0, 1), "equally used experts")],
     )
 
 
@@ -190,7 +165,7 @@ def load(summary: TraceSummary) -> Figure | None:
     return Figure(
         rows,
         Axis("rank", "experts of a layer, busiest first", integer=True),
-        Axis("layer", "layer", integer=True),
+        LAYER,
         f"Experts by layer: load over an even load ({MOST_LOAD} and more)",
         mark="cells",
         colour=Axis("load", "load over even load", limits=(0, MOST_LOAD)),
@@ -200,24 +175,25 @@ def load(summary: TraceSummary) -> Figure | None:
 
 
 def _by_layer(
-    key: str, words: str, level: Callable[[Mapping[str, Any]], float], meaning: str
+    key: str,
+    words: str,
+    label: str,
+    level: Callable[[TraceSummary], float],
+    meaning: str,
 ) -> Callable[[TraceSummary], Figure | None]:
-    """A bar per layer, and a line to compare them with."""
+    """A bar for each layer, and a line at a level to compare with."""
 
     def draw(summary: TraceSummary) -> Figure | None:
         values = summary.figures[key]
         if not values:
             return None
-        rows = pd.DataFrame({"layer": range(len(values)), "value": values})
         return Figure(
-            rows,
-            Axis("layer", "layer", integer=True),
+            pd.DataFrame({"layer": range(len(values)), "value": values}),
+            LAYER,
             Axis("value", words, zero=True),
-            f"By layer: {words}; dashed: {meaning}",
+            f"{label}, by layer; dashed: {meaning}",
             mark="bar",
-            rules=[
-                ("y", level(summary.figures | {"E": summary.shape.experts}), meaning)
-            ],
+            rules=[("y", level(summary), meaning)],
         )
 
     return draw
@@ -232,7 +208,12 @@ def reuse(summary: TraceSummary) -> Figure | None:
     shares = counts[:-1] / counts.sum()
     return Figure(
         pd.DataFrame({"distance": range(len(shares)), "share": shares}),
-        Axis("distance", "other experts of the layer used since", integer=True),
+        Axis(
+            "distance",
+            "other experts of the layer used since",
+            integer=True,
+            limits=(-0.5, len(shares) - 0.5),
+        ),
         Axis("share", "share of accesses", ".0%", zero=True),
         "Distribution of reuse distances",
         mark="bar",
@@ -265,7 +246,7 @@ def consistency(summary: TraceSummary) -> Figure | None:
         return None
     return Figure(
         pd.DataFrame(rows, columns=["layer", "share", "segments of"]),
-        Axis("layer", "layer", integer=True),
+        LAYER,
         Axis("share", "choices served", ".0%", limits=(0, 1)),
         "Choices served by a segment's most used experts, by layer",
         series="segments of",
@@ -296,61 +277,40 @@ def prediction(summary: TraceSummary) -> Figure | None:
     )
 
 
-PANELS: dict[str, tuple[str, str, Callable[[TraceSummary], Figure | None]]] = {
-    "curves": (
-        "How large a cache?",
-        "Caches of every size that begin empty, in replay order; decode accesses.",
-        curves,
+FIGURES: dict[str, Callable[[TraceSummary], Figure | None]] = {
+    "curves": curves,
+    "load": load,
+    "entropy": _by_layer(
+        "entropy_bits",
+        "bits",
+        "Entropy of the load over experts",
+        lambda summary: float(np.log2(summary.shape.experts)),
+        "even load",
     ),
-    "load": ("Which experts work?", "One row per layer.", load),
-    "entropy": (
-        "How evenly?",
-        "Entropy of the load over experts.",
-        _by_layer(
-            "entropy_bits", "bits", lambda f: float(np.log2(f["E"])), "even load"
-        ),
+    "overlap": _by_layer(
+        "overlap",
+        "share used again",
+        "Share of a step's active experts that the step before used",
+        lambda summary: summary.figures["overlap_chance"],
+        "by chance",
     ),
-    "overlap": (
-        "Used again at the next token?",
-        "Share of a step's active experts that the step before used.",
-        _by_layer(
-            "overlap", "share used again", lambda f: f["overlap_chance"], "by chance"
-        ),
+    "reuse": reuse,
+    "working_set": working_set,
+    "consistency": consistency,
+    "similarity": _by_layer(
+        "similarity_by_layer",
+        "cosine",
+        "Cosine of the loads in prompt and answer (DAOP, equation 1)",
+        lambda _: 1.0,
+        "the same loads",
     ),
-    "reuse": (
-        "Used again later?",
-        "Reuse distances, all layers; first uses left out.",
-        reuse,
+    "information": _by_layer(
+        "information_bits",
+        "bits",
+        "Mutual information of neighbouring layers' choices",
+        lambda summary: summary.figures["information_bias_bits"],
+        "bias: independent layers, tokens",
     ),
-    "working_set": (
-        "How large is the working set?",
-        "Mean over layers, aligned windows.",
-        working_set,
-    ),
-    "consistency": (
-        "Does one group of experts serve a passage?",
-        "Segment routing consistency: its K most used experts.",
-        consistency,
-    ),
-    "similarity": (
-        "Does the prompt predict the answer's experts?",
-        "Cosine of the loads in prompt and answer (DAOP, equation 1), by layer.",
-        _by_layer("similarity_by_layer", "cosine", lambda _: 1.0, "the same loads"),
-    ),
-    "information": (
-        "Does a layer predict the next?",
-        "Mutual information of neighbouring layers' choices.",
-        _by_layer(
-            "information_bits",
-            "bits",
-            lambda f: f["information_bias_bits"],
-            "bias: independent layers, tokens",
-        ),
-    ),
-    "prediction": (
-        "How good are the recorded predictions?",
-        "Top-r predicted against top-r true workload.",
-        prediction,
-    ),
+    "prediction": prediction,
 }
-"""By name: title, a line of explanation and the drawing function of every figure."""
+"""What draws each figure; None where the trace lacks what it shows."""

@@ -91,7 +91,7 @@ class Figure:
         x, y: axes.
         label: what is shown, in a sentence, also for readers who cannot see it.
         mark: ``line`` (with points), ``point``, ``bar``, ``span`` (a bar from `start`
-            to `x`), ``tile`` (a box of names), or ``cells`` (coloured by `colour`).
+            to `x`), or ``cells`` (coloured by `colour`).
         series: column of names that have a colour each; None for one series.
         colours: by name; others take those of ``axes.prop_cycle`` in their order.
         dashed: names that see the future.
@@ -106,7 +106,6 @@ class Figure:
         text: column of words beside each mark.
         hover: more columns and their words, for pages.
         measures: other axes that a page offers for `y`, or `colour` of cells.
-        title: of the picture.
         marked: whether lines have points.
     """
 
@@ -129,8 +128,12 @@ class Figure:
     text: str | None = None
     hover: Sequence[tuple[str, str, str]] = ()
     measures: Sequence[Axis] = ()
-    title: str = ""
     marked: bool = True
+
+    @property
+    def measured(self) -> Axis:
+        """What is measured: by colour, or along an axis of numbers."""
+        return self.colour or (self.y if self.y.order is None else self.x)
 
     def names(self) -> list[str]:
         """Names of the series: the same ones have the same looks in any order."""
@@ -193,8 +196,8 @@ class Figure:
             raise ConfigError(f"ax: expected Axes of matplotlib, got {ax!r}")
         for place, (each, (name, panel)) in enumerate(zip(axes, panels, strict=True)):
             _draw(panel, each, figure.names(), first=place == 0)
-            if name or self.title:
-                each.set_title(name or self.title)
+            if name:
+                each.set_title(name)
         return axes[0] if self.panel is None else np.array(axes, object)
 
     def size_inches(self) -> tuple[float, float]:
@@ -279,17 +282,15 @@ def _draw(figure: Figure, ax: Axes, known: Sequence[str], *, first: bool) -> Non
     _dress(ax.yaxis, figure.y)
     if figure.y.order is not None:
         ax.set_ylim(len(figure.y.order) - 0.5, -0.5)
-    if first and ax.get_legend_handles_labels()[1]:
-        handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-        # Bars that lie leave a legend no room.
-        most = 9 if figure.y.order is None else len(figure.y.order)
-        if len(handles) > most:
-            ax.legend(
-                handles.values(), handles.keys(), loc="center left",
-                bbox_to_anchor=(1, 0.5),
-            )  # fmt: skip
-        else:
-            ax.legend(handles.values(), handles.keys())
+    labels = ax.get_legend_handles_labels()[1]
+    if not first or not labels:
+        return
+    # Bars that lie leave a legend no room.
+    most = 9 if figure.y.order is None else len(figure.y.order)
+    if len(labels) > most:
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        ax.legend()
 
 
 def _series(
@@ -323,12 +324,10 @@ def _draw_series(
 ) -> None:
     x = _places(figure.x, rows)
     y = _places(figure.y, rows)
-    lies = figure.mark in {"bar", "span", "tile"} and figure.y.order is not None
+    lies = figure.mark in {"bar", "span"} and figure.y.order is not None
     if figure.mark == "span":
         begin = rows[figure.start].to_numpy(float)
         ax.barh(y, x - begin, left=begin, height=0.8, **looks)
-    elif figure.mark == "tile":
-        ax.barh(y, 0.96, left=x - 0.48, height=0.96, alpha=0.35, **looks)
     elif figure.mark == "bar":
         (ax.barh if lies else ax.bar)(*((y, x) if lies else (x, y)), **looks)
     elif figure.mark == "line":
@@ -350,15 +349,14 @@ def _draw_series(
             ax.annotate(
                 str(words), (across, down), xytext=(4, 0 if lies else 4),
                 textcoords="offset points", va="center" if lies else "bottom",
-                ha="center" if figure.mark == "tile" else "left", fontsize="small",
+                ha="left", fontsize="small",
             )  # fmt: skip
 
 
 def _draw_cells(figure: Figure, ax: Axes) -> None:
     from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415 - as in `draw`
 
-    shade = figure.colour
-    assert shade is not None
+    shade = figure.measured
     table = figure.rows.pivot_table(
         index=figure.y.column, columns=figure.x.column, values=shade.column
     )
@@ -366,15 +364,14 @@ def _draw_cells(figure: Figure, ax: Axes) -> None:
     colours = LinearSegmentedColormap.from_list("cells", list(figure.shades))
     low, high = shade.limits or (None, None)
     picture = ax.pcolormesh(
-        np.append(across, across[-1] + 1) - 0.5,
-        np.append(down, down[-1] + 1) - 0.5,
-        table.to_numpy(float), cmap=colours, vmin=low, vmax=high, rasterized=True,
+        across, down, table.to_numpy(float), shading="nearest", cmap=colours,
+        vmin=low, vmax=high, rasterized=True,
     )  # fmt: skip
     ax.grid(visible=False)
     ax.invert_yaxis()
     bar = ax.figure.colorbar(picture, ax=ax, label=shade.words)
     if shade.form:
-        bar.ax.yaxis.set_major_formatter(_formatter(shade.form))
+        bar.ax.yaxis.set_major_formatter(f"{{x:{shade.form}}}")
 
 
 def _places(axis: Axis, rows: pd.DataFrame) -> np.ndarray:
@@ -397,21 +394,13 @@ def _dress(side: Any, axis: Axis) -> None:
     if axis.log:
         getattr(ax, f"set_{name}scale")("log")
     if axis.form:
-        side.set_major_formatter(_formatter(axis.form))
+        side.set_major_formatter(f"{{x:{axis.form}}}")
     if axis.integer and not axis.log:
-        from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - as in `draw`
-
-        side.set_major_locator(MaxNLocator(integer=True))
+        side.get_major_locator().set_params(integer=True)
     if axis.limits is not None:
         getattr(ax, f"set_{name}lim")(*axis.limits)
     elif axis.zero and not axis.log:
         getattr(ax, f"set_{name}lim")(**{"left" if name == "x" else "bottom": 0})
-
-
-def _formatter(form: str) -> Any:
-    from matplotlib.ticker import FuncFormatter  # noqa: PLC0415 - as in `draw`
-
-    return FuncFormatter(lambda value, _place: format(value, form))
 
 
 def line_figure(

@@ -91,29 +91,27 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
     """
     shown = screen()
     rows = [[visible(text) for text in row] for row in rows]
-    natural = _natural_widths(rows, shown.width)
-    narrow = _narrow_widths(rows, natural)
-
+    columns = list(zip(*rows, strict=True))
+    natural = [_natural_width(cells, shown.width) for cells in columns]
+    narrow = [
+        min(width, _narrow_width(cells))
+        for width, cells in zip(natural, columns, strict=True)
+    ]
     # Unwrapped heads read better, unless they cost a block more.
     groups = min(
-        _groups(natural, shown.width, lead),
-        _groups(narrow, shown.width, lead),
-        key=len,
+        (_groups(widths, shown.width, lead) for widths in (natural, narrow)), key=len
     )
-    # Long words are read from the left, as names are; numbers end alike.
-    prose = [
-        max((cell_len(row[column]) for row in rows[1:]), default=0) > LONGEST_NUMBER
-        for column in range(len(rows[0]))
-    ]
-    lines: list[str] = []
+    blocks = []
     for group in groups:
-        fits = _total_width([natural[column] for column in group]) <= shown.width
-        widths = natural if fits else narrow
+        widths = natural if _total(natural, group) <= shown.width else narrow
         table = _grid(show_header=True)
         for column in group:
+            head, *cells = columns[column]
+            # Long words are read from the left, as names are; numbers end alike.
+            is_prose = max(map(cell_len, cells), default=0) > LONGEST_NUMBER
             table.add_column(
-                rows[0][column],
-                justify="left" if column == 0 or prose[column] else "right",
+                head,
+                justify="left" if column == 0 or is_prose else "right",
                 vertical="bottom",
                 # The end of a name is often what tells two rows apart.
                 overflow="fold",
@@ -121,10 +119,8 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
             )
         for row in rows[1:]:
             table.add_row(*(row[column] for column in group))
-        if lines:
-            lines.append("")
-        lines += _rendered(table, shown)
-    return lines
+        blocks.append("\n".join(_rendered(table, shown)))
+    return "\n\n".join(blocks).split("\n")
 
 
 def facts_lines(facts: Iterable[tuple[str, str]], *, indent: int = 0) -> list[str]:
@@ -178,50 +174,39 @@ def _rendered(table: Table, shown: Screen) -> list[str]:
     return [line.rstrip() for line in text.splitlines()]
 
 
-def _natural_widths(rows: Sequence[Sequence[str]], screen_width: int) -> list[int]:
-    """Widths at which nothing wraps, but for cells longer than half of the screen."""
-    widths = []
-    for cells in zip(*rows, strict=True):
-        longest_cell = max(map(cell_len, cells))
-        longest_part = max(
-            (cell_len(part) for cell in cells for part in cell.split()), default=0
-        )
-        # A name has no spaces, so it would be cut within a word. It may be wider.
-        whole_name = min(longest_part, 3 * screen_width // 4)
-        widths.append(min(longest_cell, max(screen_width // 2, whole_name)))
-    return widths
+def _natural_width(cells: Sequence[str], screen_width: int) -> int:
+    """The width at which nothing wraps, but for cells longer than half the screen."""
+    longest_part = max(
+        (cell_len(part) for each in cells for part in each.split()), default=0
+    )
+    # A name has no spaces, so it would be cut within a word. It may be wider.
+    whole_name = min(longest_part, 3 * screen_width // 4)
+    return min(max(map(cell_len, cells)), max(screen_width // 2, whole_name))
 
 
-def _narrow_widths(rows: Sequence[Sequence[str]], natural: list[int]) -> list[int]:
-    """Widths at which only heads wrap, between their words."""
-    widths = []
-    for column, cells in enumerate(zip(*rows, strict=True)):
-        head_parts = cells[0].split() or [""]
-        longest_part = max(map(cell_len, head_parts))
-        # A column without a visible character would be dropped by rich.
-        longest_cell = max([1, *map(cell_len, cells[1:])])
-        needed = max(longest_part, longest_cell)
-        widths.append(min(natural[column], needed))
-    return widths
+def _narrow_width(cells: Sequence[str]) -> int:
+    """The width at which only the head wraps, between its words."""
+    head, *others = cells
+    # A column without a visible character would be dropped by rich.
+    return max(1, *map(cell_len, [*head.split(), *others]))
 
 
-def _total_width(widths: Sequence[int]) -> int:
-    return sum(widths) + GAP * (len(widths) - 1)
+def _total(widths: Sequence[int], group: Sequence[int]) -> int:
+    return sum(widths[column] + GAP for column in group) - GAP
 
 
-def _groups(widths: list[int], limit: int, lead: int) -> list[list[int]]:
+def _groups(widths: Sequence[int], limit: int, lead: int) -> list[list[int]]:
     """Columns that fit side by side, the first `lead` of them in every group."""
     leading = list(range(lead))
-    groups: list[list[int]] = []
-    current = leading
+    groups = [leading]
     for column in range(lead, len(widths)):
-        total = _total_width([widths[c] for c in (*current, column)])
+        group = [*groups[-1], column]
         # A group shows one column beside the leading ones, however wide they are.
-        if total > limit and len(current) > lead:
-            groups.append(current)
-            current = leading
-        current = [*current, column]
-    return [*groups, current]
+        if _total(widths, group) > limit and len(group) > lead + 1:
+            groups.append([*leading, column])
+        else:
+            groups[-1] = group
+    return groups
 
 
 def save_table(table: pd.DataFrame, path: Path) -> Path:

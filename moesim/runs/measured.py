@@ -30,6 +30,7 @@ from moesim.runs.memory import sharing_cards
 from moesim.runs.result import Run
 from moesim.runs.setup import (
     Setup,
+    begins,
     figures_of,
     needed_columns,
     refuse_arrivals,
@@ -434,6 +435,7 @@ def finish(
         save_decision_log,
     )
 
+    run.config["begins"] = begins(setup.planner(), setup.calibration)
     ready_s = run.startup["dense_s"] + run.startup["experts_s"]
     run.startup["ready_s"] = ready_s
     if run.metrics["ttft_s"] is not None:

@@ -14,7 +14,8 @@ from moesim.base.errors import TraceError
 from moesim.base.files import user_folder
 from moesim.base.text import LONGEST_LINE, VisibleStream, cell, one_line, visible
 from moesim.hwprofiles.profile import load_profile
-from moesim.reporting.pages import Page, PageTable, Text
+from moesim.reporting.answers import Answer
+from moesim.reporting.parts import Listing, Section
 from moesim.traces.format import parquet
 from moesim.traces.importers.readers import arrays
 from moesim.traces.importers.readers.arrays import load_named
@@ -103,12 +104,24 @@ def test_controls_are_visible():
 
 def test_a_name_from_a_file_forges_no_line_of_a_page():
     hostile = "x\nerror: all is lost"
-    page = Page(hostile, [(hostile, hostile)], [hostile], hostile, [hostile])
-    page.add(hostile, PageTable([hostile], [[hostile]]), Text([hostile]))
-    page.add("Settings", Text(["{\n}"], "folded"))
-    text = page.html()
+    pair = (hostile, hostile)
+    table = Listing.of([hostile], [[hostile]], title=hostile)
+    text = Answer(
+        question=hostile,
+        subject=hostile,
+        setting=[pair],
+        facts=[pair],
+        tables=[table],
+        sentences=[hostile],
+        notes=[hostile],
+        sources={hostile: hostile},
+        commands=[pair],
+        on_page=lambda: [Section(hostile, [table], hostile)],
+        warnings=[hostile],
+        settings="{\n}",
+    ).html()
     assert "\nerror" not in text
-    assert text.count("x\\nerror") == 11
+    assert text.count("x\\nerror") == 25
     assert "{\n}" in text
 
 

@@ -126,7 +126,7 @@ compare @t.parquet --policy dali,nope                   | unknown policy 'nope'
 compare @t.parquet --policy all-cpu --png @folder       | folder
 compare @t.parquet --policy all-cpu --html @t.parquet/x | t.parquet
 compare @t.parquet --policy all-cpu --table /proc/x.csv | /proc
-compare @t.parquet --gpu-memory 1KiB                      | cannot run on it as asked; --gpu-memory: no room
+compare @t.parquet --gpu-memory 1KiB                      | cannot run; --gpu-memory: no room
 compare @t.parquet --table @t.parquet                     | t.parquet; would replace what is read
 compare @t.parquet --png a.png --html a.png               | --html: expected a name that ends in .html
 replay @t.parquet --perfetto @folder/../t.parquet         | --perfetto; .json

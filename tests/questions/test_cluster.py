@@ -104,7 +104,7 @@ def test_a_killed_worker_costs_nothing_but_its_runs(trace, alone, cluster, tmp_p
 
     store = tmp_path / "s"
     found = moesim.sweep(
-        trace, cluster=cluster, details=True, store=store, progress=kill, **AXES
+        trace, cluster=cluster, details=True, results=store, progress=kill, **AXES
     )
     assert pids == []
     assert as_bytes(found, tmp_path / "a") == as_bytes(alone, tmp_path / "b")

@@ -10,7 +10,6 @@ import pytest
 from support.small_trace import SHAPE, write_trace
 
 import moesim
-from moesim.questions import hit_rates
 
 
 def test_every_cell_is_a_replay_of_its_own(trace):
@@ -45,15 +44,6 @@ def test_a_cache_alone_hits_as_in_a_run_that_fetches_every_miss(cache, options):
         "tiny", "on-demand", cache=cache, cache_ratio=0.3, staging=64, **options
     )
     assert counted["hits"] == run.metrics["hits"]
-
-
-@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"steps": 3}], ids=str)
-def test_one_pass_over_a_trace_counts_as_a_replay_at_each_size(options, monkeypatch):
-    sizes = [0.05, 0.5, 1.0]
-    at_once = moesim.hit_rates("tiny", ["lru", "belady"], sizes, **options)
-    monkeypatch.setattr(hit_rates, "_curve", lambda *_: None)
-    one_by_one = moesim.hit_rates("tiny", ["lru", "belady"], sizes, **options)
-    pd.testing.assert_frame_equal(at_once, one_by_one)
 
 
 def test_moe_infinity_forgets_a_sequence_that_ended():

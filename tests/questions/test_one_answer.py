@@ -9,6 +9,8 @@ import re
 import pytest
 
 import moesim
+from moesim.base.units import parse_bytes
+from moesim.reporting.parts import Facts
 
 SETTING = {"hw": "rtx3090-epyc7532", "cache_ratio": 0.25, "steps": 40}
 OPTIONS = [
@@ -79,3 +81,16 @@ def test_texts_and_pages_say_them_in_the_same_words(
             column = of_name[name]
             cell = column.cell(run.metrics[name])
             assert cell in facts[column.head], (policy, name)
+
+
+def test_the_command_of_a_run_names_its_memory_to_the_byte():
+    sizes = [5_000_000, 8 << 20]
+    frame = moesim.sweep(
+        "tiny", ["greedy"], gpu_memory=sizes, steps=1, jobs=1, details=True
+    )
+    sections = moesim.answer(frame).sections()
+    facts = [p for section in sections for p in section.parts if isinstance(p, Facts)]
+    commands = [words[-1] for words in facts[0].values.values()]
+    said = [re.search(r"--gpu-memory (\S+)", command)[1] for command in commands]
+    assert list(map(parse_bytes, said)) == sizes
+    assert said[1] == "8MiB"

@@ -5,6 +5,7 @@ elsewhere.
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.families import SOME, VOCABULARY, Swapped
@@ -431,11 +432,11 @@ def test_answers_do_not_depend_on_the_machine():
         "tokens": 8,
         "scored_tokens": 8,
     }
-    rows = [
-        quality.quality("tiny", "on-demand", hw=hw, prompt_tokens=12, **options).rows
+    one, other = (
+        quality.quality("tiny", "on-demand", hw=hw, prompt_tokens=12, **options).frame
         for hw in ("rtx3090-epyc7532", "two-core-host")
-    ]
-    assert repr(rows[0]) == repr(rows[1])
+    )
+    pd.testing.assert_frame_equal(one, other, check_exact=True)
 
 
 @pytest.mark.parametrize(("given", "words"), [
@@ -444,14 +445,14 @@ def test_answers_do_not_depend_on_the_machine():
      "policy needs 'token': a model's gates show weights, scores"),
     ({"policy": "on-demand", "routing": "undecided"},
      "expected weights beside the experts"),
-    ({"policy": "on-demand", "sweep": "alpha"}, "--sweep: expected parameter=value"),
-    ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
+    ({"policy": "on-demand", "routing": "as-recorded:alpha=0.1"},
+     "unknown parameter 'alpha'"),
     ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
-    ({"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
-     "--cache-ratio: expected no other size"),
+    ({"cache_ratio": [0.1, 0.2], "memory": MemoryOptions(slots_per_layer=3)},
+     "cache_ratio: expected it once"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_by_name(given, words):
-    with pytest.raises(PolicyError, match=words):
+    with pytest.raises((PolicyError, TypeError), match=words):
         quality.quality(
             "tiny", tokens=4, scored_tokens=4, prompt_tokens=4, hw=PROFILE, **given
         )
@@ -478,9 +479,10 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
     )
     given = {
         "policy": "on-demand",
-        "routing": "expert-cache-router:phase=decode",
+        "routing": ",".join(
+            f"expert-cache-router:phase=decode,alpha={alpha}" for alpha in (0, 0.4)
+        ),
         "text": tmp_path / "text.txt",
-        "sweep": "alpha=0,0.4",
         "cache-ratio": "0.25,0.5",
         "tokens": 8,
         "prompt-tokens": 16,
@@ -501,13 +503,14 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         picture = tmp_path / "out" / f"quality-{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
     scores = json.loads((tmp_path / "out" / "quality.json").read_text())
-    assert [(row["swept"], row["cache_ratio"]) for row in scores["settings"]] == [
-        ("0", 0.25),
-        ("0", 0.5),
+    settings = scores["settings"]
+    assert [(row["routing"][-3:], row["cache_ratio"]) for row in settings] == [
+        ("a=0", 0.25),
+        ("a=0", 0.5),
         ("0.4", 0.25),
         ("0.4", 0.5),
     ]
-    assert {row["kl"] for row in scores["settings"] if row["swept"] == "0"} == {0.0}
+    assert {row["kl"] for row in settings[:2]} == {0.0}
     assert scores["config"]["tokens"] == 8
     assert len({row["reference_nats"] for row in scores["settings"]}) == 1
     for row in scores["settings"]:

@@ -38,6 +38,13 @@ def frame_of(times_s, *, axes=("policy",), tokens=None, **columns):
     return frame
 
 
+def answered(frame):
+    """What is said of such a frame; columns that it lacks are those of a real run."""
+    run = moesim.sweep("tiny", ["greedy"], steps=1, jobs=1)
+    lacking = {name: run[name].iloc[0] for name in run if name not in frame}
+    return ranked_answer(frame.assign(**lacking))
+
+
 def test_a_difference_in_every_sequence_is_certain():
     """B is slower by a tenth in each: however the sequences vary, that is no chance."""
     rng = np.random.default_rng(0)
@@ -174,7 +181,7 @@ def test_seeds_that_change_nothing_are_no_repetitions():
     frame = frame_of(copies, axes=("policy", "seed"), seed=[*range(8)] * 2)
     ranked = ranking(frame)
     assert ranked["low_s"].isna().all()
-    assert "got 2 and 8, which change nothing" in ranked_answer(frame).text()
+    assert "got 2 and 8, which change nothing" in answered(frame).text()
 
 
 def test_seeds_that_change_something_are_repetitions():
@@ -206,7 +213,7 @@ def test_an_oracle_is_a_bound_and_no_rival():
     ranked = ranking(frame)
     assert ranked["candidate"].tolist() == ["a", "b", "oracle"]
     assert ranked["tied"].tolist() == [True, False, False]
-    answer = ranked_answer(frame)
+    answer = answered(frame)
     rows = {row[0]: row[1:] for row in answer.tables[0].cells()}
     assert rows["oracle"][answer.tables[0].heads().index("behind") - 1] == "-50.0 %"
     assert "oracle: sees the future" in answer.text()
@@ -217,18 +224,18 @@ def test_ties_are_printed_as_ties():
     """Per cell and in the count: nobody wins alone where two are equal."""
     times_s = [("a", [1.0] * 4), ("b", [1.0] * 4), ("a", [1.0] * 4), ("b", [2.0] * 4)]
     frame = frame_of(times_s, axes=("policy", "batch"), batch=[1, 1, 2, 2])
-    answer = ranked_answer(frame)
-    winners, _, often = answer.tables
+    answer = answered(frame)
+    winners, often = answer.tables
     first, second = winners.cells()
     assert first[:2] == ["1", "a = b"]
     assert second[:2] == ["2", "a"]
-    assert second[-2:] == ["100.0 %", "b"]
+    assert second[2:4] == ["100.0 %", "b"]
     assert often.heads()[:3] == ["policy", "fastest", "tied"]
     assert {row[0]: row[1:3] for row in often.cells()} == {
         "a": ["1 of 2", "1"],
         "b": ["0 of 2", "1"],
     }
-    assert "a = b" in ranked_answer(frame).text()
+    assert "a = b" in answered(frame).text()
 
 
 def test_a_frame_without_times_is_refused():

@@ -42,22 +42,24 @@ def test_nothing_beats_the_front(trace):
             & (front["hit_rate_active"] >= row["hit_rate_active"])
         ]
         assert len(beaten)
+    said = f"nothing beats {len(front)} of {len(found)} runs"
+    assert said in moesim.answer(found).text()
 
 
 def test_the_same_search_finds_the_same(trace, tmp_path):
-    """And asks a store first: the second time nothing is replayed."""
+    """And asks the results first: the second time nothing is replayed."""
     store = tmp_path / "s"
-    first = moesim.search(trace, store=store, **FRONT)
+    first = moesim.search(trace, results=store, **FRONT)
     files = sorted(store.iterdir())
-    assert first.equals(moesim.search(trace, store=store, **FRONT))
+    assert first.equals(moesim.search(trace, results=store, **FRONT))
     assert sorted(store.iterdir()) == files
 
 
 def test_a_search_that_ran_out_of_time_goes_on(trace, tmp_path):
     """One round of twelve proposals is made in any case; the next call finds its runs
-    in the store, and makes the other twelve.
+    among the results, and makes the other twelve.
     """
-    places = {"store": tmp_path / "s"}
+    places = {"results": tmp_path / "s"}
     first = moesim.search(trace, minutes=0.0, **places, **FRONT)
     assert first.attrs["left_out"] == 12
     whole = moesim.search(trace, **places, **FRONT)

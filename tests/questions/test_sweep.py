@@ -109,7 +109,7 @@ def test_what_cannot_be_is_left_out_and_said(trace):
 ])  # fmt: skip
 def test_slips_are_refused_before_anything_runs(trace, tmp_path, options, error, words):
     with pytest.raises(error, match=words):
-        moesim.sweep(trace, store=tmp_path / "s", **options)
+        moesim.sweep(trace, results=tmp_path / "s", **options)
     assert not (tmp_path / "s").exists()
 
 
@@ -155,7 +155,7 @@ def counted(monkeypatch):
 
 def test_what_is_there_is_not_run_again(trace, swept, tmp_path, monkeypatch):
     done = counted(monkeypatch)
-    options = {"store": tmp_path / "s", "jobs": 1, "details": True}
+    options = {"results": tmp_path / "s", "jobs": 1, "details": True}
     moesim.sweep(trace, POLICIES[:2], **AXES, **options)
     assert len(done) == 16
     again = moesim.sweep(trace, POLICIES, **AXES, **options)
@@ -302,7 +302,7 @@ def test_an_edited_file_of_arrivals_is_run_again(trace, tmp_path):
     rows = []
     for gap_s in (0.001, 1.0):
         file.write_text("".join(f"{place * gap_s}\n" for place in range(6)))
-        options = {"arrivals": str(file), "store": tmp_path / "store", "jobs": 1}
+        options = {"arrivals": str(file), "results": tmp_path / "store", "jobs": 1}
         rows.append(moesim.sweep(trace, "greedy", **options).iloc[0])
     assert rows[0]["makespan_s"] < 1 < rows[1]["makespan_s"]
     ranked = moesim.ranking(moesim.results(tmp_path / "store", details=True))
@@ -332,11 +332,11 @@ def test_two_sweeps_at_once_do_no_harm(trace, swept, tmp_path):
         "if __name__ == '__main__':\n"
         "    moesim.sweep(sys.argv[1], ['all-cpu', 'on-demand', 'greedy'],"
         " slots_per_layer=[1, 3], batch=[1, 2], hw=['rtx4060ti', 'rtx3080ti'],"
-        " jobs=1, store=sys.argv[2])"
+        " jobs=1, results=sys.argv[2])"
     )
     processes = [start("-c", code, trace, store) for _ in range(2)]
     assert [process.wait(timeout=PATIENCE_S) for process in processes] == [0, 0]
-    found = moesim.sweep(trace, POLICIES, store=store, details=True, **AXES)
+    found = moesim.sweep(trace, POLICIES, results=store, details=True, **AXES)
     pd.testing.assert_frame_equal(found, swept)
     assert rows.read_results(store).num_rows == 24
     assert {file.suffix for file in store.iterdir()} == {".parquet"}
@@ -387,7 +387,7 @@ def test_a_policy_that_fails_costs_its_own_runs(trace, monkeypatch, jobs):
 def test_files_stay_few_and_complete(trace, tmp_path):
     """One write for runs that end within a second."""
     store = tmp_path / "s"
-    moesim.sweep(trace, "greedy", seed=range(8), steps=1, store=store, jobs=1)
+    moesim.sweep(trace, "greedy", seed=range(8), steps=1, results=store, jobs=1)
     assert sum(pq.read_metadata(file).num_rows for file in store.iterdir()) == 8
     assert len(list(store.iterdir())) < 8
 

@@ -54,7 +54,7 @@ def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
     # A machine may have ended them all before it was killed.
     assert 0 < len(there) <= RUNS
     options = {"seed": range(10), "jobs": 1, "details": True}
-    found = moesim.sweep(trace, POLICIES, store=store, **options)
+    found = moesim.sweep(trace, POLICIES, results=store, **options)
     pd.testing.assert_frame_equal(found, moesim.sweep(trace, POLICIES, **options))
     # Each run is there once: what was finished was not run again.
     rows = sum(

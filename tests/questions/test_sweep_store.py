@@ -47,7 +47,7 @@ import helper as helpers
 def stored(**options):
     plan = planned(configs_of("TRACE", {"policy": "on-demand", "cache": "mine",
         "slots_per_layer": 2, "steps": 2, **options}))
-    row = run_sweep(plan, store="store", jobs=1)
+    row = run_sweep(plan, results="store", jobs=1)
     return row.stored
 
 from moesim.runs.sweeps.plan import planned
@@ -105,7 +105,7 @@ from moesim.runs.sweeps.sweep import configs_of, run_sweep
 options = {"policy": "on-demand", "cache": sys.argv[2] + "/mine.py", "steps": 2}
 for jobs in (1, 2):
     plan = planned(configs_of(sys.argv[1], options | {"seed": [0, 1]}))
-    print(run_sweep(plan, store=sys.argv[2] + "/store", jobs=jobs).stored)
+    print(run_sweep(plan, results=sys.argv[2] + "/store", jobs=jobs).stored)
 """
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_digested_is_never_taken_from_a_store(trace, tmp_path):
     options = {"policy": "on-demand", "cache": "reads", "steps": 1}
     for _ in range(2):
         plan = planned(configs_of(trace, options))
-        assert run_sweep(plan, store=tmp_path / "store", jobs=1).stored == 0
+        assert run_sweep(plan, results=tmp_path / "store", jobs=1).stored == 0
 
 
 def test_what_a_run_leaves_in_a_policy_is_no_other_policy(trace, tmp_path):
@@ -242,7 +242,7 @@ def rewrite(path, name, value):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_costs_that_file(trace, tmp_path, damage, command):
     """It made the whole store useless; some damages ended in a traceback."""
-    options = {"steps": 1, "store": tmp_path / "s", "jobs": 1, "details": True}
+    options = {"steps": 1, "results": tmp_path / "s", "jobs": 1, "details": True}
     expected = moesim.sweep(trace, ["greedy", "all-cpu"], steps=1, jobs=1)
     for policy in ("greedy", "all-cpu"):
         moesim.sweep(trace, policy, **options)
@@ -263,7 +263,7 @@ def test_a_damaged_file_costs_that_file(trace, tmp_path, damage, command):
 
 
 def test_a_store_of_damaged_files_only_is_refused(trace, tmp_path):
-    moesim.sweep(trace, "greedy", steps=1, store=tmp_path / "s", jobs=1)
+    moesim.sweep(trace, "greedy", steps=1, results=tmp_path / "s", jobs=1)
     (file,) = (tmp_path / "s").iterdir()
     DAMAGES["cut"](file)
     with warnings.catch_warnings(), pytest.raises(rows.ResultsError, match=file.name):

@@ -23,7 +23,7 @@ SWEEP = partial(moesim.sweep, "tiny", "greedy", steps=1)
         (partial(SWEEP, jobs=-1), ConfigError, "jobs: expected a whole number >= 1"),
         (partial(SWEEP, jobs=np.nan), TypeError, "sweep: jobs: expected int"),
         (partial(SWEEP, jobs=True), TypeError, "sweep: jobs: expected int"),
-        (partial(SWEEP, jobs=1, store=""), ResultsError, "store: expected a folder"),
+        (partial(SWEEP, jobs=1, results=""), ResultsError, "results: expected a folder"),
         (partial(SWEEP, jobs=1, seed=2**63), ConfigError, "a number of 64 bits"),
         (partial(moesim.replay, "tiny", slo="ttft=x"), TraceError, "slo: expected"),
         (partial(moesim.replay, "tiny", slo="ttft=1,ttft=2"), TraceError, "of each"),

@@ -40,7 +40,7 @@ def calls(tmp_path_factory):
     moesim.synth(folder / "plain.parquet", like="tiny", tokens=40)
     run = moesim.replay("tiny", steps=2)
     short = {"steps": 1, "jobs": 1}
-    stored = {"details": True, "store": folder / "store"}
+    stored = {"details": True, "results": folder / "store"}
     frame = moesim.sweep("tiny", ["greedy", "all-cpu"], **short, **stored)
     ranges = {"over": {"cache_ratio": (0.1, 0.9)}}
     pc = {"gpu": "RTX3090", "cpu": "Core i5-12400"}

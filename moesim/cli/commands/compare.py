@@ -146,7 +146,7 @@ def _expand(
     """
     from moesim.base.errors import MissingColumnError
     from moesim.policies.systems import SYSTEMS
-    from moesim.questions.compare import check_each
+    from moesim.questions.compare import check
 
     policies: list[str] = []
     left_out: list[str] = []
@@ -155,7 +155,7 @@ def _expand(
         for policy in SYSTEMS if name == "systems" else [name]:
             try:
                 for config in configs:
-                    check_each(config, trace, [policy])
+                    check(config.replaced(policy=policy))
             except MissingColumnError as error:
                 unserved[policy] = error
             except ValueError as error:

@@ -37,10 +37,8 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
     """
     from moesim.cli.output import bar
     from moesim.questions.hit_rates import hit_rates, hits_answer
-    from moesim.runs.setup import opened
 
-    config, trace = opened(config)
     count = len(options.cache) * len(options.cache_ratio)
     with bar("counting", count) as show:
         rates = hit_rates(config, options.cache, options.cache_ratio, progress=show)
-    output.present(hits_answer(rates, trace), options)
+    output.present(hits_answer(rates), options)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moesim.base.inputs import check_input
 from moesim.base.options import (
+    ConfigError,
     JsonOptions,
     folder_option,
     input_option,
@@ -41,10 +42,11 @@ class QualityOptions(JsonOptions):
     text: Path | None = input_option(
         "UTF-8 text. Default for tiny: passages of the corpus's evaluation part."
     )
-    sweep: str | None = option(
-        None,
-        "A parameter of the routing policy and its values: alpha=0,0.1,0.3.",
-        metavar="NAME=V,V,…",
+    routing: tuple[str, ...] = option(
+        (),
+        "Routing policies, one setting each, such as expert-cache-router:alpha=0.3.",
+        metavar="NAME",
+        policy_kind="routing",
     )
     cache_ratio: tuple[float, ...] = of_run("cache_ratio", ())
     tokens: int = option(1024, "Tokens to score, in whole passages.", minimum=1)
@@ -77,7 +79,7 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
 
     \b
     Examples:
-      moesim quality --policy on-demand+lru --routing expert-cache-router --sweep alpha=0,0.1,0.3
+      moesim quality --policy on-demand+lru --routing expert-cache-router:alpha=0,expert-cache-router:alpha=0.3
       moesim quality --model ~/models/olmoe --text book.txt --policy daop --cache-ratio 0.125,0.25,0.5 --out daop
     """
     from moesim.cli.output import bar, quiet_libraries
@@ -85,6 +87,8 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
     from moesim.questions.quality import quality_answer, save_quality
 
     # Loading a model takes minutes, so all checks come before it.
+    if options.cache_ratio and config.slots_per_layer is not None:
+        raise ConfigError("--slots-per-layer: expected none beside --cache-ratio")
     check_device(options.device)
     if options.residual is not None:
         check_input(options.residual)
@@ -92,8 +96,6 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
     with bar("reading", 1.0) as show:
         result = library.quality(
             config=config,
-            # Without ratios there is one setting, of the size that is stated.
-            cache_ratios=options.cache_ratio,
             progress=show,
             **options.arguments(library.quality),
         )

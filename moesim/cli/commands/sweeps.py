@@ -78,7 +78,7 @@ def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
     with bar("replaying", 1.0) as show:
         swept = run_sweep(
             plan,
-            store=options.results,
+            results=options.results,
             jobs=options.jobs,
             cluster=options.cluster,
             progress=show,
@@ -157,12 +157,10 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
         searched = search_for(
             trace,
             objectives=options.objective,
-            store=options.results,
             progress=show,
             **options.arguments(search_for) | axes | {"over": ranges},
         )
-    answer = search_answer(searched, options.objective)
-    output.present(answer, options, more=[options.results])
+    output.present(search_answer(searched), options, more=[options.results])
 
 
 def _single(source: Any) -> list[Any]:

@@ -71,7 +71,6 @@ def train_cache(options: TrainCacheOptions) -> None:
     from moesim.base.files import write_text
     from moesim.cli.output import bar
     from moesim.questions import learned_cache as learned
-    from moesim.questions.learned_cache import report_text
     from moesim.runtime.train.cache import Recipe, train
     from moesim.traces.format.reader import open_trace
 
@@ -103,12 +102,12 @@ def train_cache(options: TrainCacheOptions) -> None:
             start=len(training) if judged_on is opened else 0,
         )
 
-    text = report_text(report)
+    answer = learned.learned_answer(report)
     # The network comes first: a report without its network would promise too much.
     trained.save(options.out / LEARNED[0])
     write_text(options.out / LEARNED[1], json.dumps(report, indent=2) + "\n")
-    write_text(options.out / LEARNED[2], text)
-    output.tell(options, report, [text], options.out)
+    write_text(options.out / LEARNED[2], answer.markdown())
+    output.present(answer, options, more=[options.out])
 
 
 def _parts(

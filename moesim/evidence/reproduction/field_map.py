@@ -23,7 +23,8 @@ from moesim.evidence.reproduction.report import write_pages
 from moesim.evidence.reproduction.routing import shared_traces
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.questions.gap import gap
-from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.answers import Answer
+from moesim.reporting.parts import Listing
 from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig
@@ -216,7 +217,7 @@ def field_map(
                 (begun, WARM if warm else ()),
             ):
                 runs += [config.replaced(policy=policy) for policy in chosen]
-    swept = run_sweep(planned(runs), store=out / "runs", jobs=jobs, progress=progress)
+    swept = run_sweep(planned(runs), results=out / "runs", jobs=jobs, progress=progress)
     every = swept.frame(details=True)
     is_changed = (every["draft_tokens"] == DRAFTED_TOKENS) | every["warm"].notna()
     frame = every[~is_changed]

@@ -22,8 +22,9 @@ from moesim.evidence.reproduction.questions import (
     orders,
 )
 from moesim.policies.registry import KINDS
-from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import Axis, Figure, names
+from moesim.reporting.parts import Listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

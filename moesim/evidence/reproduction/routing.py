@@ -19,7 +19,8 @@ from moesim.evidence.reproduction import routing_figures
 from moesim.evidence.reproduction.questions import anchors, data, records, selected
 from moesim.evidence.reproduction.routing_figures import Excerpt, Table
 from moesim.policies.base import PolicyError
-from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.answers import Answer
+from moesim.reporting.parts import Listing
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape

@@ -12,9 +12,9 @@ import pandas as pd
 
 from moesim.base.files import write_text
 from moesim.base.units import NO_VALUE
-from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.answers import Answer
 from moesim.reporting.figures import Axis, Figure, names
-from moesim.reporting.pages import trace_words
+from moesim.reporting.parts import Listing, trace_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

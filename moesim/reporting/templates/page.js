@@ -177,8 +177,8 @@ class Table {
       button.className = "link";
       button.textContent = row.cells[0];
       button.addEventListener("click", () => {
-        choose(opens, String(row.number));
-        document.querySelector(`[data-follows="${opens}"]`)?.scrollIntoView({ block: "nearest" });
+        choose("run", opens.split(" ")[row.number]);
+        document.querySelector('[data-follows="run"]')?.scrollIntoView({ block: "nearest" });
       });
       row.row.cells[0].replaceChildren(button);
     }
@@ -300,7 +300,7 @@ function makeTools(place, part) {
     });
     tools.append(select);
   }
-  if (part.canLog) {
+  if (part.can_log) {
     const [label, box] = [document.createElement("label"), document.createElement("input")];
     box.type = "checkbox";
     part.log = box.checked = state.get(`${key}.log`) === "true";

@@ -250,7 +250,7 @@ class _Inputs:
         }
         contents = files_of(config)
         policies = policies_of(config)
-        # What cannot be digested is never found in a store.
+        # What cannot be digested is never found among results.
         named = {name: code or uuid.uuid4().hex for name, code in policies.items()}
         together = _digest_of_json(contents | {"policies": named})
         return Point(

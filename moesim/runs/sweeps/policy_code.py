@@ -1,5 +1,5 @@
-"""Digests the code that a policy reaches, so that a store never gives one policy the
-results of another.
+"""Digests the code that a policy reaches, so that no policy is given the results
+of another.
 
 What runs is what counts: code objects in memory, wherever they come from (a file, a
 cell of a notebook, `exec`), and the values that they refer to. The text of their

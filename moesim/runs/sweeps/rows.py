@@ -416,7 +416,9 @@ class ResultStore:
 
     def __init__(self, folder: str | Path) -> None:
         if not str(folder):
-            raise ResultsError("store: expected a folder of results, got an empty name")
+            raise ResultsError(
+                "results: expected a folder of results, got an empty name"
+            )
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._waiting: list[Mapping[str, Any]] = []

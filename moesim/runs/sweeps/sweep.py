@@ -1,4 +1,4 @@
-"""Many runs, in parallel and never twice: `sweep` over any options, with a store that a
+"""Many runs, in parallel and never twice: `sweep` over any options, with results that a
 stopped sweep goes on from.
 """
 
@@ -43,7 +43,7 @@ class SweepResult:
         table: a row for each run that could be, in the order of the plan.
         axes: fields of the configuration that have several values.
         refusals: reasons of runs that could not be, with how many there were.
-        stored: runs that were in the store already.
+        stored: runs whose results were there already.
     """
 
     table: pa.Table
@@ -70,7 +70,7 @@ def sweep(
     policies: str | Sequence[str] | None = None,
     *,
     memory: MemoryOptions | Sequence[MemoryOptions] | None = None,
-    store: str | Path | None = None,
+    results: str | Path | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
     details: bool = False,
@@ -92,7 +92,7 @@ def sweep(
         policies: systems or assignment policies, in a list or separated by commas;
             ``greedy+lru+residual`` names cache and prefetch as well.
         memory: sizes of memories in one object, or a list of such.
-        store: folder of results. Runs that are there are not run again, others are
+        results: folder of results. Runs that are there are not run again, others are
             added; see `results`.
         jobs: replays at the same time; None takes as many as pay.
         cluster: a Dask scheduler (``tcp://192.168.0.5:8786``).
@@ -116,7 +116,7 @@ def sweep(
         options["memory"] = memory
     configs = configs_of(trace, options)
     swept = run_sweep(
-        planned(configs), store=store, jobs=jobs, cluster=cluster, progress=progress
+        planned(configs), results=results, jobs=jobs, cluster=cluster, progress=progress
     )
     for line in swept.refusal_lines():
         warnings.warn(line, stacklevel=2)
@@ -168,22 +168,22 @@ def _without_groups(options: Mapping[str, Any]) -> dict[str, Any]:
 def run_sweep(
     plan: Plan,
     *,
-    store: str | Path | None = None,
+    results: str | Path | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> SweepResult:
-    """Carry out a plan: what is not in the store yet.
+    """Carry out a plan: what is not among the results yet.
 
     Args:
         plan: of runs.
-        store, jobs, cluster, progress: as `sweep` takes them.
+        results, jobs, cluster, progress: as `sweep` takes them.
 
     Raises:
         PolicyError, PolicyFault: no run is possible.
         ConfigError, ChildProcessError: as `sweep`.
     """
-    kept = None if store is None else ResultStore(store)
+    kept = None if results is None else ResultStore(results)
     digests = [point.digest for point in plan.points]
     stored = as_table([]) if kept is None else kept.table(set(digests))
     there = set(stored.column("digest").to_pylist())
