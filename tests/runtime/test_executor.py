@@ -28,7 +28,7 @@ from moesim.runtime.executor.memories import cache_slots
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.dense import DenseStack
 from moesim.traces.format.reader import open_trace
-from moesim.traces.timeline.spans import COMPUTE, FETCH
+from moesim.traces.timeline.spans import COMPUTE, DENSE, FETCH
 
 torch.set_num_threads(1)
 
@@ -243,6 +243,9 @@ def test_hand_offs_fit_between_the_plans_of_their_run(tmp_path):
     assert len(seconds) > run.metrics["steps"]
     assert (seconds >= 0).all()
     assert seconds.sum() < run.metrics["makespan_s"]
+    # The first dense part has its worker from the beginning on.
+    columns = run.timeline.operations.columns()
+    assert columns["picked_s"][columns["kind"] == DENSE][0] == 0.0
 
 
 def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):

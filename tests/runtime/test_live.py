@@ -4,6 +4,7 @@ cache, any mix of lanes.
 
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from moesim.runtime.executor.decision_log_file import (
     save_decision_log,
 )
 from moesim.runtime.executor.device import StreamDevice
-from moesim.runtime.executor.live import TOLERANCES, verify
+from moesim.runtime.executor.live import TOLERANCES, encode, verify
 from moesim.runtime.models import local_model as tiny
 from moesim.runtime.models.local_model import LocalModel, generate, load_tokenizer
 from moesim.runtime.record.calibration import Residual
@@ -99,6 +100,17 @@ def test_logits_are_exact_for_every_policy(case):
         verdict = verify(case.plain, live.result.passes, "float32")
         assert verdict.passed, (combination, slots, host, batch, verdict)
         assert verdict.logits == batch * 4 * case.shape.vocab
+
+
+def test_prompts_that_the_model_cannot_read_are_named():
+    embeddings = SimpleNamespace(num_embeddings=10)
+    model = SimpleNamespace(get_input_embeddings=lambda: embeddings)
+    for tokens, found in (([], "none"), ([3, 12], "token 12")):
+        local = SimpleNamespace(model=model, encode=lambda _, tokens=tokens: tokens)
+        with pytest.raises(
+            TraceError, match=f"expected tokens below 10, found {found};"
+        ):
+            encode(local, ["a"])
 
 
 @pytest.mark.parametrize("batch", [1, 4])
