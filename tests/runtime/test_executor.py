@@ -248,6 +248,19 @@ def test_hand_offs_fit_between_the_plans_of_their_run(tmp_path):
     assert columns["picked_s"][columns["kind"] == DENSE][0] == 0.0
 
 
+def test_a_coming_dense_part_is_computed_where_a_prefetcher_asks_for_it(tmp_path):
+    """SMoE's runs the second of two layers' in each of eight decode steps; prompts are
+    preloaded without it.
+    """
+    path = tmp_path / "t.parquet"
+    trace = write_trace(path, float_model(), ((6, 8),), columns=("pred1_raw",))
+    options = {"memory": {"slots_per_layer": 3}, "prefetch": "partial-hidden"}
+    run = real_run(trace, "greedy", tmp_path / "s", **options)
+    kinds = run.timeline.frame()["kind"]
+    # Two layers and a head of nine passes.
+    assert (kinds == "dense").sum() == 9 * 3 + 8
+
+
 def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
     """Three slots per layer of two, two staging slots; in front of the SSD five experts
     and two staging slots.
