@@ -33,7 +33,7 @@ from moesim.policies.names import RESIDENT
 from moesim.policies.sizes import GLOBAL, CacheSize, MemoryPlan
 from moesim.policies.systems import compose
 from moesim.traces.format.batch import compose as compose_steps
-from moesim.traces.format.parquet import open_parquet, read_schema, values
+from moesim.traces.format.parquet import open_parquet, read_metadata, values
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.route_trace import (
@@ -201,7 +201,7 @@ def _residency_of(trace: Path, digest: str) -> Path:
         return expected
     for path in sorted(trace.parent.glob(f"*{RESIDENCY_SUFFIX}")):
         try:
-            metadata = read_schema(path).metadata or {}
+            metadata = read_metadata(path)
         except (pa.ArrowException, OSError):
             # Not ours to judge: it is none that belongs here.
             continue

@@ -101,6 +101,17 @@ def read_schema(path: Path) -> pa.Schema:
         return file.schema_arrow
 
 
+def read_metadata(path: Path) -> dict[bytes, bytes]:
+    """Return what the footer of a Parquet file says beside its columns; the schema does
+    not have what was added while rows were written.
+
+    Raises:
+        OSError, pyarrow.ArrowException: as `open_parquet`.
+    """
+    with open_parquet(path) as file:
+        return dict(file.metadata.metadata or {})
+
+
 @contextmanager
 def sealed_writer(
     path: Path, schema: pa.Schema, **options: Any

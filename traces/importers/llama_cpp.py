@@ -12,13 +12,13 @@ Source: llama.cpp pull request 28544, examples/moe-trace.
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.rows import blocks
-from moesim.traces.format.sorting import joined
 from moesim.traces.importers.readers.foreign import (
     NAMES,
     NO_WEIGHTS,
@@ -27,7 +27,11 @@ from moesim.traces.importers.readers.foreign import (
     layout_error,
     one_of,
 )
-from moesim.traces.importers.readers.sequence_rows import ForwardPasses, UnclearError
+from moesim.traces.importers.readers.sequence_rows import (
+    ForwardPasses,
+    UnclearError,
+    ended,
+)
 from moesim.traces.importers.readers.tables import csv_rows
 from moesim.traces.importers.readers.text import sections
 
@@ -123,27 +127,20 @@ def _passes(
     name = "experts" if "experts" in names else "expert"
     widths = _Widths(path, 1 if name == "experts" else shape.top_k, shape.experts)
     parts = sections(path, ",".join(_header(path) if columns else names).encode())
-    open_pass: Block = {}
-    file = first_row = 0
-    for block in blocks(csv_rows(path, names, {each: [each] for each in names}, parts)):
-        if open_pass and block["seq"][0] != file:
-            yield _rows(path, first_row, open_pass, name, widths, passes)
-            passes.restart()
-            first_row += len(open_pass["seq"])
-            open_pass = {}
-        file = block["seq"][0]
-        rows = joined([open_pass, block]) if open_pass else block
-        # The last pass may go on in what is not read yet.
-        falls = np.flatnonzero(np.diff(rows["layer"]) < 0)
-        end = int(falls[-1]) + 1 if len(falls) else 0
-        if end:
-            ended = {each: column[:end] for each, column in rows.items()}
-            yield _rows(path, first_row, ended, name, widths, passes)
-        first_row += end
-        open_pass = {each: column[end:] for each, column in rows.items()}
-    yield _rows(path, first_row, open_pass, name, widths, passes)
+    rows = blocks(csv_rows(path, names, {each: [each] for each in names}, parts))
+    first_row = 0
+    for _, of_file in groupby(rows, lambda block: block["seq"][0]):
+        passes.restart()
+        for passed in ended(of_file, _last_pass):
+            yield _rows(path, first_row, passed, name, widths, passes)
+            first_row += len(passed["seq"])
     if name == "expert":
         widths.check()
+
+
+def _last_pass(rows: Block) -> int:
+    falls = np.flatnonzero(np.diff(rows["layer"]) < 0)
+    return int(falls[-1]) + 1 if len(falls) else 0
 
 
 class _Widths:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.rows import blocks
-from moesim.traces.format.sorting import joined
 from moesim.traces.importers.readers.foreign import (
     Foreign,
     decoding,
@@ -25,7 +24,11 @@ from moesim.traces.importers.readers.foreign import (
     layout_error,
 )
 from moesim.traces.importers.readers.json_lines import json_rows, quote
-from moesim.traces.importers.readers.sequence_rows import ForwardPasses, occurrences
+from moesim.traces.importers.readers.sequence_rows import (
+    ForwardPasses,
+    ended,
+    occurrences,
+)
 from moesim.traces.importers.readers.text import (
     first_line,
     first_object,
@@ -117,19 +120,12 @@ def _steps(path: Path, names: Mapped) -> Iterator[Block]:
     # A record without a block is the decoder's.
     where = f"{key['block']} IS DISTINCT FROM '{_DRAFT}'"
     passes = ForwardPasses()
-    pending: Block = {}
     needed = "num_tokens lists of topk integers"
-    rows = json_rows(path, structure, columns, each=ids, where=where, needed=needed)
-    for block in blocks(rows):
-        pending = joined([pending, block]) if pending else block
-        # The last step may go on in what is not read yet.
-        step_starts = np.flatnonzero(np.diff(pending["step"])) + 1
-        end = int(step_starts[-1]) if len(step_starts) else 0
-        if end:
-            yield _rows(passes, {name: rows[:end] for name, rows in pending.items()})
-            pending = {name: rows[end:] for name, rows in pending.items()}
-
-    if not pending:
+    records = json_rows(path, structure, columns, each=ids, where=where, needed=needed)
+    rows: Block = {}
+    for rows in ended(blocks(records), _last_step):
+        yield _rows(passes, rows)
+    if not rows:
         raise layout_error(
             path,
             "records",
@@ -137,7 +133,11 @@ def _steps(path: Path, names: Mapped) -> Iterator[Block]:
             "none",
             "hooks do not fire under CUDA graphs",
         )
-    yield _rows(passes, pending)
+
+
+def _last_step(rows: Block) -> int:
+    starts = np.flatnonzero(np.diff(rows["step"])) + 1
+    return int(starts[-1]) if len(starts) else 0
 
 
 def _rows(passes: ForwardPasses, rows: Block) -> Block:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from moesim.traces.format.parquet import read_schema
+from moesim.traces.format.parquet import read_metadata
 from moesim.traces.format.rows import blocks
 from moesim.traces.importers.readers.foreign import Foreign
 from moesim.traces.importers.readers.tables import parquet_names, parquet_rows
@@ -56,8 +56,7 @@ def read(path: Path, _: ModelShape) -> Foreign:
             yield block
 
     metadata = {
-        key.decode(): value.decode()
-        for key, value in (read_schema(path).metadata or {}).items()
+        key.decode(): value.decode() for key, value in read_metadata(path).items()
     }
     notes = []
     if "ascending" in metadata.get("note", ""):

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.schema import Phase
+from moesim.traces.format.sorting import joined
 from moesim.traces.importers.readers.foreign import layout_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
@@ -296,6 +297,24 @@ def dense_block(
 #
 # An engine runs forward passes, a trace holds sequences. `ForwardPasses` turns the
 # former into the latter where a file does not say which request a token belongs to.
+
+
+def ended(blocks: Iterable[Block], end_of: Callable[[Block], int]) -> Iterator[Block]:
+    """Rows of whole passes, some at a time.
+
+    Args:
+        blocks: rows that are cut anywhere.
+        end_of: rows of a block up to its last pass, which may go on in the next block.
+    """
+    rest: Block = {}
+    for block in blocks:
+        rows = joined([rest, block]) if rest else block
+        end = end_of(rows)
+        if end:
+            yield {name: column[:end] for name, column in rows.items()}
+        rest = {name: column[end:] for name, column in rows.items()}
+    if rest:
+        yield rest
 
 
 class UnclearError(Exception):
