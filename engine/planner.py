@@ -139,10 +139,10 @@ class UsedRouting:
         self.experts = self._shown
 
     def _make(self, rows: int, columns: int) -> None:
-        own = np.zeros((rows, columns), np.uint16)
-        self._own: Ints = own.data
+        answer = np.zeros((rows, columns), np.uint16)
+        self._own: Ints = answer.data
         # As policies see it.
-        self._shown: Ints = read_only(own)
+        self._shown: Ints = read_only(answer)
 
 
 class Planner:
