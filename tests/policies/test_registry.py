@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from support.cache_driver import drive, one_by_one
@@ -98,6 +98,20 @@ def test_parameters_from_toml_are_checked_and_text_wins():
     assert "width: expected int, got True" in error(
         resolve, "beam", "assignment", {"width": True}
     )
+
+
+def test_parameters_may_be_texts_or_anything(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+
+    class Mine(CachePolicy):
+        def __init__(self, *, word: str = "", thing: Any = None):
+            self.named = word, thing
+
+        def victims(self, incoming, candidates, chosen):
+            """Nobody leaves."""
+
+    registry.register("cache", "mine", Mine)
+    assert resolve("mine:word=some,thing=3", "cache").named == ("some", "3")
 
 
 def test_settings_are_the_effective_configuration():
