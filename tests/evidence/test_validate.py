@@ -389,7 +389,7 @@ def test_sensitivity_prints_winner_line_and_cliff():
     done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 0, done.output
     for part in (
-        "25 %",
+        "25.0 %",
         "the first 3 forward passes",
         "the fastest",
         "faster than computing it on the CPU",
