@@ -191,7 +191,9 @@ class Machine:
     def single_cards(self) -> tuple[Graphics, ...]:
         """Every card on its own, in the order of their names."""
         return tuple(
-            replace(card, count=1) for card in self.graphics for _ in range(card.count)
+            replace(card, count=1) if card.count > 1 else card
+            for card in self.graphics
+            for _ in range(card.count)
         )
 
     def with_cards(self, devices: tuple[int, ...]) -> Machine:

@@ -118,7 +118,7 @@ class LayerContents:
         return read
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelContents:
     """One model as stored.
 

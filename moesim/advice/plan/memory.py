@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -199,22 +200,21 @@ def bill_of(
     """Add up what a setting needs for a job."""
     count = len(model.layers)
     on_card = np.arange(count) >= setting.first_gpu_layer(model)
-    experts_on_host = np.isin(np.arange(count), setting.on_host(model))
-    kept = job.sequences * _kept(model, setting, job.context)
+    experts_on_card = np.ones(count, np.bool_)
+    experts_on_card[list(setting.on_host(model))] = False
     # Keys and values lie where their layer runs.
-    parts = (
-        ("dense weights", on_card, model.columns["dense_bytes"]),
-        ("experts", ~experts_on_host, model.columns["expert_bytes"]),
-        ("keys and values", on_card & (not setting.kv_on_host), kept),
-    )
-    gpu = {}
+    kept_on_card = on_card & (not setting.kv_on_host)
+    items = ("dense weights", "experts", "keys and values")
+    is_on_card = np.array([on_card, experts_on_card, kept_on_card])
+    micro_batch = min(setting.micro_batch, setting.batch)
+    stored = _stored(model, setting.kv_format, job.context, micro_batch)
+    stored = stored * [[1], [1], [job.sequences]]
+    on_cards = np.where(is_on_card, stored, 0.0)
+    gpu = dict(zip(items, on_cards.sum(axis=1).tolist(), strict=True))
+    others = (stored - on_cards).sum(axis=1).tolist()
     host = {"embeddings": float(model.embed_bytes)}
-    by_layer = np.zeros(count)
-    for item, is_on_card, stored in parts:
-        gpu[item] = float(stored[is_on_card].sum())
-        host[item] = float(stored[~is_on_card].sum())
-        by_layer += is_on_card * stored
-    layers = by_layer[on_card].tolist()
+    host |= zip(items, others, strict=True)
+    layers = on_cards.sum(axis=0)[on_card].tolist()
     (gpu if setting.head_on_gpu else host)["dense weights"] += model.head_bytes
     if setting.head_on_gpu:
         layers.append(float(model.head_bytes))
@@ -342,13 +342,17 @@ def _filled(
     return tuple(counts) if at == len(needs) else None
 
 
-def _kept(model: ModelContents, setting: Setting, context_tokens: int) -> np.ndarray:
-    """Bytes that each layer keeps of one sequence, [L]."""
-    share = KV_SHARES.get(setting.kv_format, 1.0)
-    micro_batch = min(setting.micro_batch, setting.batch)
-    kept = share * model.kv_cache_bytes(context_tokens, micro_batch)
-    states = model.columns["state_bytes"] + model.columns["waiting_bytes"]
-    return np.asarray(kept + states)
+# Candidates differ in where the same bytes lie.
+@lru_cache(maxsize=64)
+def _stored(
+    model: ModelContents, kv_format: str, context_tokens: int, micro_batch: int
+) -> np.ndarray:
+    """Bytes of weights, experts, and what is kept of one sequence, float64 [3, L]."""
+    columns = model.columns
+    kept = model.kv_cache_bytes(context_tokens, micro_batch)
+    kept = KV_SHARES.get(kv_format, 1.0) * kept
+    kept = kept + columns["state_bytes"] + columns["waiting_bytes"]
+    return np.array([columns["dense_bytes"], columns["expert_bytes"], kept])
 
 
 def compute_buffers(

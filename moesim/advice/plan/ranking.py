@@ -99,6 +99,7 @@ class Forecast:
         self.fork = fork
         probed = bool(machine.probes.host_read)
         self.grades = grades or Grades("probes" if probed else "specification")
+        self._targets: dict[Setting, tuple[Target, Target]] = {}
         self._decode: dict[Setting, Target] = {}
         self._prefill: dict[Setting, Target] = {}
 
@@ -113,10 +114,16 @@ class Forecast:
 
     def targets(self, candidate: Candidate) -> tuple[Target, Target]:
         """Return what to predict: one decode step, and the prompt."""
+        setting = candidate.setting
+        if setting not in self._targets:
+            self._targets[setting] = self._described(setting)
+        return self._targets[setting]
+
+    def _described(self, setting: Setting) -> tuple[Target, Target]:
         # Sorting a model's bytes takes most of an answer's time, and candidates differ
         # in micro-batches, which decode does not see, or in key-value formats, which
         # prompts do not.
-        both = replace(candidate.setting, split=(), mapped=False)
+        both = replace(setting, split=(), mapped=False)
         step = replace(both, micro_batch=0, batch=0)
         if step not in self._decode:
             self._decode[step] = decode_target(

@@ -219,7 +219,7 @@ def prefill_work(
     """
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
-    groups: Counter[ExpertGroup] = Counter()
+    groups: Counter[tuple[int, int, float, float, str]] = Counter()
     widths: Counter[tuple[int, int]] = Counter()
     dense = {True: 0.0, False: 0.0}
     device_bytes = 0.0
@@ -232,22 +232,16 @@ def prefill_work(
             device_bytes += layer.dense_bytes
         if layer.experts:
             formats = layer.expert_formats
-            group = ExpertGroup(
-                experts=layer.experts,
-                top_k=layer.top_k,
-                stored_bytes=layer.expert_bytes,
-                weights=layer.expert_weights / layer.experts,
-                host_format=max(formats, key=formats.__getitem__)
-                if at in on_host
-                else "",
-            )
-            groups[group] += 1
+            main = max(formats, key=formats.__getitem__) if at in on_host else ""
+            weights = layer.expert_weights / layer.experts
+            counts = (layer.experts, layer.top_k)
+            groups[(*counts, layer.expert_bytes, weights, main)] += 1
             if at not in on_host:
                 device_bytes += layer.expert_bytes
 
     return PrefillWork(
         chunks=micro_batches(prompt_tokens, setting, depth_tokens),
-        groups=dict(groups),
+        groups={ExpertGroup(*sizes): layers for sizes, layers in groups.items()},
         device_dense_weights=dense[True],
         host_dense_weights=dense[False],
         device_bytes=device_bytes,
