@@ -44,7 +44,7 @@ class FitReport(NamedTuple):
     residual_worst: float
 
     @classmethod
-    def of(cls, residuals: Sequence[float], samples: int) -> FitReport:
+    def of(cls, residuals: Sequence[float] | np.ndarray, samples: int) -> FitReport:
         """Of the errors at the points that were left out, if any."""
         return cls(
             samples,

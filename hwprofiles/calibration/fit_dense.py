@@ -24,6 +24,7 @@ from moesim.hwprofiles.calibration.fit_curves import (
     fit_roofline,
     points_of,
 )
+from moesim.hwprofiles.calibration.observations import joined, where
 from moesim.hwprofiles.dense_costs import dense_reference, dense_work
 from moesim.hwprofiles.paths import DENSE, HEAD
 from moesim.hwprofiles.roofline import flops_per_token
@@ -67,10 +68,6 @@ class _Parts(NamedTuple):
     run: np.ndarray
     step: np.ndarray
 
-    def where(self, keep: np.ndarray) -> _Parts:
-        """Choose rows."""
-        return _Parts(*(column[keep] for column in self))
-
     @property
     def units(self) -> Units:
         """What is resampled as a whole."""
@@ -97,20 +94,19 @@ def fit_dense(
         operations: fits by what dense parts differ after a read.
         entries: where results go.
     """
-    tables = [_parts_of(spans, shapes) for spans in all_spans]
-    parts = _Parts(*(np.concatenate(columns) for columns in zip(*tables, strict=True)))
+    parts = joined(_parts_of(spans, shapes) for spans in all_spans)
     # Taken out first: the roofline is that of dense parts whose caches are their own.
     parts = _without_attention(_without_reads(parts, operations), entries)
 
     # A trace may tell nothing of its model's head, which then reads nothing.
-    known = parts.where(parts.weight_bytes > 0)
+    known = where(parts, parts.weight_bytes > 0)
     works = np.column_stack((known.weight_bytes, known.kept_bytes, known.flops))
     works, groups = np.unique(works, axis=0, return_inverse=True)
     often = np.bincount(groups.ravel()) >= LEAST_SAMPLES
     # Three constants need three points.
     if often.sum() < 3:
         return
-    known = known.where(often[groups.ravel()])
+    known = where(known, often[groups.ravel()])
     groups = renumbered(groups.ravel()[often[groups.ravel()]])
     points = points_of(known.seconds, groups, groups)
     centres = centres_of(points, known.seconds, known.units)
@@ -135,7 +131,7 @@ def fit_dense(
             range(len(references)), key=lambda number: -references[number].bytes
         )
         for small, number in zip((False, True), by_size, strict=False):
-            chosen = parts.where((parts.head == head) & (parts.shape == number))
+            chosen = where(parts, (parts.head == head) & (parts.shape == number))
             curve = _curve(chosen, roof, references[number], entries.date)
             if curve is not None:
                 entries.curves[paths.points(name, small=small)] = curve
@@ -178,7 +174,7 @@ def _without_reads(parts: _Parts, operations: OperationFit) -> _Parts:
     by shape, and divide it out.
     """
     # Heads have a length of their own, and the first layer follows no layer step.
-    later = parts.where((parts.layer > 0) & (parts.seconds > 0))
+    later = where(parts, (parts.layer > 0) & (parts.seconds > 0))
     factors = operations.after_read(
         DENSE,
         later.seconds,
@@ -201,7 +197,7 @@ def _without_attention(parts: _Parts, entries: Entries) -> _Parts:
     slope over those bytes is attention's. Only decoded tokens count: a prompt computes
     with keys more than it reads them.
     """
-    decoded = parts.where(parts.decode & ~parts.head)
+    decoded = where(parts, parts.decode & ~parts.head)
     if not len(decoded.seconds):
         return parts
     cells = decoded.cells

@@ -31,7 +31,11 @@ from moesim.hwprofiles.calibration.fit_curves import (
     points_of,
     seconds_of,
 )
-from moesim.hwprofiles.calibration.observations import LayerStepTimes, Operations
+from moesim.hwprofiles.calibration.observations import (
+    LayerStepTimes,
+    Operations,
+    joined,
+)
 from moesim.hwprofiles.lanes import (
     COMPUTE_KINDS,
     CPU,
@@ -106,9 +110,7 @@ class OperationFit:
             they would have taken alone, float64 [N]; None where they are too few.
         """
         kinds = SPAN_KINDS.get(lane_kind, (COMPUTE,))
-        ops = Operations.joined(
-            spans.operations(lane_kind, kinds) for spans in self._spans
-        )
+        ops = joined(spans.operations(lane_kind, kinds) for spans in self._spans)
         if len(ops.seconds) < LEAST_SAMPLES:
             return None
 

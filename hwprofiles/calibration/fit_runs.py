@@ -37,6 +37,8 @@ from moesim.hwprofiles.calibration.observations import (
     LayerStepTimes,
     RunSpans,
     add_gaps,
+    joined,
+    where,
 )
 from moesim.hwprofiles.lanes import COMPUTE_KINDS, LANE_KINDS, SSD
 from moesim.hwprofiles.schema import is_in_place
@@ -110,9 +112,9 @@ def _fit_hand_over(gaps: Gaps, entries: Entries) -> dict[str, float]:
     each kind of lane than on the fastest.
     """
     follow = {
-        name: joined
+        name: table
         for name, parts in gaps.follow.items()
-        if len((joined := LayerStepTimes.joined(parts)).seconds)
+        if len((table := joined(parts)).seconds)
     }
     if not follow:
         return {}
@@ -149,13 +151,13 @@ def fit_dispatch(
     """
     if not gaps.first:
         return
-    first = LayerStepTimes.joined(gaps.first)
-    join = LayerStepTimes.joined(gaps.join)
+    first = joined(gaps.first)
+    join = joined(gaps.join)
     # Charged as one number: the gap before the first operation of a layer step, and
     # what that operation takes beyond later ones.
     tables = [first]
     if first_excess:
-        tables.append(LayerStepTimes.joined(first_excess))
+        tables.append(joined(first_excess))
 
     first_later_s = _beyond_least(
         fit_control_plane(
@@ -181,7 +183,7 @@ def fit_dispatch(
         number = LANE_KINDS.index(lane_kind)
         if number not in first_later_s:
             continue
-        of_kind = first.where(first.lane_kind == number)
+        of_kind = where(first, first.lane_kind == number)
         gap_s = of_kind.seconds
         later_s = first_later_s[number] + join_later_s.get(number, 0.0)
         # The samples give the scatter; their mean is that of the planes.
@@ -194,7 +196,7 @@ def fit_dispatch(
         )
 
     if gaps.read:
-        read = LayerStepTimes.joined(gaps.read)
+        read = joined(gaps.read)
         if len(read.seconds) < LEAST_SAMPLES:
             return
         entries.put_mean(
@@ -213,11 +215,9 @@ def fit_planning(all_spans: Sequence[RunSpans], entries: Entries) -> None:
     for spans in all_spans:
         by_policy.setdefault(spans.run.assignment, []).append(spans.planning())
 
-    tables = {
-        policy: LayerStepTimes.joined(parts) for policy, parts in by_policy.items()
-    }
+    tables = {policy: joined(parts) for policy, parts in by_policy.items()}
     # Last, since entries are drawn in this order.
-    tables[paths.DEFAULT_POLICY] = LayerStepTimes.joined(
+    tables[paths.DEFAULT_POLICY] = joined(
         part for parts in by_policy.values() for part in parts
     )
     for policy, table in tables.items():

@@ -9,7 +9,7 @@ joining) must be cut out of the gaps between them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -56,6 +56,22 @@ class DesignedRun:
     pace: float = 1.0
 
 
+Table = TypeVar("Table", bound=tuple[np.ndarray, ...])
+"""Columns of equal length, by name."""
+
+
+def joined(tables: Iterable[Table]) -> Table:
+    """Put tables of one kind below each other; at least one."""
+    every = list(tables)
+    columns = zip(*every, strict=True)
+    return type(every[0])(*map(np.concatenate, columns))
+
+
+def where(table: Table, keep: np.ndarray) -> Table:
+    """Choose rows, by bool [N] or their numbers."""
+    return type(table)(*(column[keep] for column in table))
+
+
 class Operations(NamedTuple):
     """Operations of one kind of lane. N operations, C kinds of lanes.
 
@@ -94,11 +110,6 @@ class Operations(NamedTuple):
     runs: np.ndarray
     steps: np.ndarray
 
-    @classmethod
-    def joined(cls, parts: Iterable[Operations]) -> Operations:
-        """Concatenate the operations of several runs."""
-        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
 
 class Amounts(NamedTuple):
     """Amounts of work in each layer step: N layer steps.
@@ -112,10 +123,6 @@ class Amounts(NamedTuple):
     active: np.ndarray
     copies: np.ndarray
     shared: np.ndarray
-
-    def where(self, keep: np.ndarray) -> Amounts:
-        """Choose rows, by bool [N] or their numbers."""
-        return Amounts(self.active[keep], self.copies[keep], self.shared[keep])
 
 
 class LayerStepTimes(NamedTuple):
@@ -142,15 +149,6 @@ class LayerStepTimes(NamedTuple):
     lane_kind: np.ndarray
     runs: np.ndarray
     steps: np.ndarray
-
-    @classmethod
-    def joined(cls, parts: Iterable[LayerStepTimes]) -> LayerStepTimes:
-        """Concatenate several tables."""
-        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-    def where(self, keep: np.ndarray) -> LayerStepTimes:
-        """Choose rows, by bool [N] or their numbers."""
-        return LayerStepTimes(*(column[keep] for column in self))
 
     @property
     def units(self) -> Units:
@@ -310,7 +308,7 @@ class RunSpans:
         first = np.zeros(len(chosen), np.bool_)
         first[first_rows] = True
 
-        amounts = self.amounts().where(self.layer_step[chosen])
+        amounts = where(self.amounts(), self.layer_step[chosen])
         expert_keys = self.layer_step * self.run.shape.experts + self.expert
         read_keys = expert_keys[self.kind == READ]
         brought = np.isin(expert_keys, expert_keys[np.isin(self.kind, (FETCH, READ))])
@@ -513,7 +511,7 @@ class RunSpans:
     ) -> LayerStepTimes:
         """Make a table of this run: seconds by number of the layer step."""
         count = len(seconds)
-        amounts = self.amounts().where(layer_steps)
+        amounts = where(self.amounts(), layer_steps)
         has_reads = float((self.kind == READ).any())
         return LayerStepTimes(
             # Clocks of two threads may cross by a microsecond.
@@ -589,7 +587,7 @@ def _add_first_and_join(
             layer_steps=layer_steps,
             lane_kind=lane_kind,
         )
-        gaps.first.append(first.where(worked & ~with_read))
+        gaps.first.append(where(first, worked & ~with_read))
 
         # The join waits for the last lane only; the other one's end shows nothing.
         was_last = last_s == latest_s
@@ -602,7 +600,7 @@ def _add_first_and_join(
             lane_kind=lane_kind,
         )
         complete = worked & was_last & has_join & has_neighbours
-        gaps.join.append(join.where(complete))
+        gaps.join.append(where(join, complete))
 
 
 def _add_first_reads(spans: RunSpans, plan_end_s: np.ndarray, gaps: Gaps) -> None:

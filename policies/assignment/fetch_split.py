@@ -73,6 +73,10 @@ class FetchSplit(SpreadAssignment):
         expect(holds, "link_slowdown", "a number > 0 or none", link_slowdown)
         holds = cpu_slowdown is None or cpu_slowdown > 0.0
         expect(holds, "cpu_slowdown", "a number > 0 or none", cpu_slowdown)
+        self.fraction = fraction
+        self.table = table
+        self.link_slowdown = link_slowdown
+        self.cpu_slowdown = cpu_slowdown
         # Negative for none.
         self.share = -1.0 if fraction is None else fraction
         self.table = table

@@ -153,7 +153,6 @@ sensitivity @t.parquet --policy nope                    | nope
 reproduce nope                                            | nope
 reproduce hybrimoe-hit-rate --trace @none.parquet         | none.parquet
 reproduce --all                                           | --out
-reproduce --all --out x --machines mine                   | anchored or datasheet
 reproduce --all --out x --paper DALLI                     | expected one of DALI
 trace infoo                                               | did you mean 'info'
 trace info @cut.parquet                                   | cut.parquet

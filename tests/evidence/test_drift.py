@@ -14,7 +14,6 @@ from moesim.evidence.validation.drift import (
     ReferenceRuns,
     drift,
     nearest_run,
-    with_reference_runs,
 )
 from moesim.evidence.validation.paired_runs import simulate
 from moesim.evidence.validation.time_breakdown import TERMS
@@ -89,11 +88,10 @@ def test_drift_by_hand():
         for term in TERMS
     }
     now = {path: replace(profile.numbers["cores"], value=0.11) for path in PATHS}
-    assert drift(with_reference_runs(profile, then), now, "ssd") == dict.fromkeys(
-        TERMS, pytest.approx(0.1)
-    )
-    assert drift(with_reference_runs(profile, then), now, "memory") is None
-    assert drift(with_reference_runs(profile, then), {}, "ssd") is None
+    known = replace(profile, numbers=profile.numbers | then)
+    assert drift(known, now, "ssd") == dict.fromkeys(TERMS, pytest.approx(0.1))
+    assert drift(known, now, "memory") is None
+    assert drift(known, {}, "ssd") is None
 
 
 def test_a_run_is_held_against_the_reference_of_the_nearest_size():
@@ -106,7 +104,8 @@ def test_a_run_is_held_against_the_reference_of_the_nearest_size():
 def test_a_profile_keeps_its_reference_runs(running, tmp_path):
     running.run_if_due()
     quantities = running.quantities("2026-01-01")
-    profile = with_reference_runs(host_profile(), quantities)
+    profile = host_profile()
+    profile = replace(profile, numbers=profile.numbers | quantities)
     again = load_profile(save_profile(profile, tmp_path / "hw.toml"))
     for run in RUNS:
         assert drift(again, quantities, run) == dict.fromkeys(TERMS, pytest.approx(0.0))

@@ -23,8 +23,8 @@ from moesim.evidence.reproduction.routing_figures import (
     BELADY,
     CALLS,
     Excerpt,
+    LacksError,
     RivalRecorder,
-    Table,
 )
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
@@ -119,6 +119,18 @@ def test_a_trace_of_bare_routing_is_enough_or_its_lack_is_named(
     )
 
 
+def test_the_largest_batch_stands_in_where_published_ones_lack_sequences(
+    tmp_path, tiny_shape
+):
+    """Three sequences: batches of 8 and more are lacking, one of 3 has a row."""
+    trace = write_trace(tmp_path / "few.parquet", tiny_shape, ((0, 12),) * 3)
+    name = "dali-prefetch-workload"
+    (table,) = reproduce.reproduce(name, [trace], steps=PASSES).measured.values()
+    assert table["EdgeMoE, top 1, batch 8"].startswith("lacks sequences: batches of 8")
+    assert isinstance(table["EdgeMoE, top 1, batch 3"], float)
+    assert "EdgeMoE, top 1, batch 3" not in EXPERIMENTS[name].published
+
+
 def test_a_wrong_name_is_answered_with_the_right_one():
     with pytest.raises(PolicyError, match=r"did you mean 'hybrimoe-hit-rate'\?"):
         reproduce.reproduce("hybrimoe-hitrate")
@@ -156,10 +168,11 @@ def test_predictions_that_are_right_are_right_and_shifted_ones_are_not(tmp_path)
         tmp_path / "p.parquet", rows, experts=4, pred1_raw=right, pred1_res=wrong
     )
     load = Excerpt(trace)
-    assert figures.next_layer(load, "pred1_raw") == (100.0, 100.0, 100.0)
-    assert figures.next_layer(load, "pred1_res") == (0.0, 0.0, 0.0)
-    assert figures.accuracy(load, "HybriMoE", (1,), 1) == [100.0]
-    assert figures.accuracy(load, "DALI", (1,), 1) == [0.0]
+    shares = dict.fromkeys(("chosen", "best", "active"))
+    assert figures.next_layer(load, "pred1_raw") == dict.fromkeys(shares, 100.0)
+    assert figures.next_layer(load, "pred1_res") == dict.fromkeys(shares, 0.0)
+    assert figures.accuracy(load, "HybriMoE", 1, 1) == 100.0
+    assert figures.accuracy(load, "DALI", 1, 1) == 0.0
 
 
 def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
@@ -168,7 +181,7 @@ def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
     """
     rows = [[[t % 2], [2 + t % 2]] for t in range(8)]
     load = Excerpt(hand_trace(tmp_path / "t.parquet", rows, experts=4))
-    assert figures.accuracy(load, "EdgeMoE", (1,), 1) == [100.0]
+    assert figures.accuracy(load, "EdgeMoE", 1, 1) == 100.0
 
 
 def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
@@ -183,9 +196,7 @@ def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
         [[e], [n % 2]] for n, e in enumerate(decode)
     ]
     trace = hand_trace(tmp_path / "s.parquet", rows, experts=3, prompt=4)
-    found = Table()
-    figures.daop_similarity(Excerpt(trace), found)
-    (similarity,) = found.values()
+    similarity = figures.similarity(Excerpt(trace))
     assert similarity == pytest.approx(100 * (0.866025 + 1) / 2, abs=1e-3)
 
 
@@ -194,11 +205,10 @@ def test_experts_touched_by_the_first_tokens(tmp_path):
     1/8) / 2.
     """
     rows = [[[t % 4], [5]] for t in range(40)]
-    found = Table()
-    trace = hand_trace(tmp_path / "f.parquet", rows, experts=8)
-    figures.flashmoe_prefill(Excerpt(trace), found)
-    assert found["32 tokens"] == pytest.approx(100 * (4 / 8 + 1 / 8) / 2)
-    assert found["64 tokens"] == "lacks sequences of 64 tokens"
+    load = Excerpt(hand_trace(tmp_path / "f.parquet", rows, experts=8))
+    assert figures.touched(load, 32) == pytest.approx(100 * (4 / 8 + 1 / 8) / 2)
+    with pytest.raises(LacksError, match="lacks sequences of 64 tokens"):
+        figures.touched(load, 64)
 
 
 def test_section_5_5_evictions_and_their_re_use():

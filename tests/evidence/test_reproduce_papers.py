@@ -390,21 +390,16 @@ def test_headlines_are_asked_of_recorded_routing(shared_traces, tmp_path):
     """DALI over llama.cpp on a text of OLMoE: one run against the other, one sequence
     at a time.
     """
-    question, of = questions.recorded(shared_traces)[0]
-    assert question.record.setting["baseline"] == "llama.cpp"
-    (asked,) = of["olmoe_1b_7b_decode299"]
+    again = questions.recorded(questions.questions(), shared_traces)
+    of_olmoe = again["olmoe_1b_7b_decode299"]
+    record = next(
+        each for each in of_olmoe if each.setting.get("baseline") == "llama.cpp"
+    )
+    (asked,) = of_olmoe[record]
     assert {dict(run.options)["batch"] for run in asked.runs} == {1}
     outcomes = {run: run.do(tmp_path) for run in asked.runs}
     assert 0.5 < asked.figure(outcomes) < 5
-    assert len(of["gpt_oss_20b"]) == 8
-
-
-def test_a_run_is_moved_to_a_datasheet_machine_when_asked():
-    run = questions.unanchored(replace(_spec("daop"), machine="daop-a6000"))
-    assert run.machine == "a6000-i9-10980xe"
-    assert set(questions.data("papers.yaml")["unanchored"]) <= set(
-        profiles.list_profiles()
-    )
+    assert len(again["gpt_oss_20b"][record]) == 8
 
 
 # What they say about orders.
@@ -537,7 +532,7 @@ def test_kernels_of_table_4_are_exchanged():
     """The anchor may be KTransformers' own; llama.cpp's are then as much slower."""
     again = questions.exchanged(questions.questions(["DALI"]))
     changed = again["KTransformers' kernels in table 4"].values()
-    runs = {run for each in changed for run in each.runs}
+    runs = {run for (each,) in changed for run in each.runs}
     assert "dali-ktransformers" not in {run.policy for run in runs}
     slower = {run.policy: dict(run.numbers) for run in runs if run.numbers}
     assert slower == {"layer-wise": {"costs.cpu.flops_per_s": 1.9e11 / 1.25}}
@@ -570,10 +565,10 @@ def test_ratios_are_of_figures_that_something_decides():
     answered = [Answered(*pair) for pair in zip(questions_asked, ours, strict=True)]
     counts = pages.summary(answered)
     assert counts["simulated"] == 5
-    assert (counts["ratios"], counts["within_1.5"]) == (2, 1)
+    assert (counts["ratios"], counts["ratios_near"]) == (2, 1)
     assert counts["median_ratio"] == pytest.approx((1.1 - 1.0) / 2)
     # What is published does not decide the fourth.
-    assert (counts["all_ratios"], counts["all_within_1.5"]) == (3, 1)
+    assert (counts["all_ratios"], counts["all_ratios_near"]) == (3, 1)
 
 
 @pytest.mark.parametrize(("compare", "published", "ours", "ratio"), [
@@ -590,7 +585,6 @@ def test_a_gain_is_compared_as_the_speedup_that_it_states(
 ):
     answered = _answered(published, ours, compare=compare)
     assert answered.ratio == pytest.approx(ratio)
-    assert answered.printed_ratio == pytest.approx(ours / published)
 
 
 @pytest.mark.parametrize(("ours", "exchanged", "decided"), [
@@ -612,19 +606,23 @@ def test_a_ratio_that_an_exchange_moves_far_is_not_decided(ours, exchanged, deci
     assert (counts["ratios"], counts["all_ratios"]) == (int(decided), 1)
 
 
+def _exchanged(asked, name):
+    return questions.exchanged(asked)[name].values()
+
+
 def test_an_exchange_changes_the_runs_it_is_about_and_no_others():
     """SMoE without HybriMoE has three rivals; DALI's half millisecond moves from copies
     to products.
     """
     smoe = questions.questions(["SMoE"])
-    again = questions.exchanged(smoe)["HybriMoE not a baseline"]
+    again = [each for (each,) in _exchanged(smoe, "HybriMoE not a baseline")]
     of_s1 = {"batch": 3, "setting": "S1"}
-    for asked, baselines in ((smoe, 4), (again.values(), 3)):
+    for asked, baselines in ((smoe, 4), (again, 3)):
         (one,) = (each for each in asked if each.record.setting == of_s1)
         assert len(set(one.cases[0].others)) == baselines
     dali = questions.questions(["DALI"])
-    again = questions.exchanged(dali)["half a millisecond on products"]
-    machine = next(iter(again.values())).runs[0].profile
+    (first, *_) = _exchanged(dali, "half a millisecond on products")
+    machine = first[0].runs[0].profile
     assert machine.number("costs.h2d.latency_s") == 1.8e-6
     assert machine.number("costs.gpu.overhead_s") == 0.506e-3
 
@@ -654,7 +652,7 @@ def small(monkeypatch):
     model = {"model": "olmoe-1b-7b", "like": "olmoe-1b-7b"}
     paper = {
         "key": "model",
-        "run": {"machine": "dali-rtx3090", "cache_ratio": 0.5, "batch": 2},
+        "options": {"machine": "dali-rtx3090", "cache_ratio": 0.5, "batch": 2},
         "workload": load,
         "cases": {"Mixtral-8x7B": {"workload": model}},
         "each": {"model": ["Mixtral-8x7B"]},
@@ -689,7 +687,7 @@ def test_everything_becomes_one_page(moesim, small, tmp_path, screenshots):
         assert words in page
     saved = json.loads((tmp_path / "reproduction.json").read_text())
     assert [entry["ours"] is not None for entry in saved["records"]] == [True, True]
-    assert saved["summary"]["all"]["directions_held"] == 0
+    assert saved["summary"]["all"]["directions"]["held"] == 0
     with browser(tmp_path / "browser") as driver:
         check_page(driver, tmp_path / "reproduction.html", screenshots)
     assert not list(tmp_path.glob("*.part.jsonl"))

@@ -18,15 +18,10 @@ from moesim import cli
 from moesim.evidence.validation.grid import timing_free, validate
 from moesim.evidence.validation.paired_runs import Trial, simulate
 from moesim.evidence.validation.profile_checks import machine_differences, warnings_of
-from moesim.evidence.validation.report import (
-    load,
-    save,
-    validation_answer,
-)
-from moesim.evidence.validation.results import joined
+from moesim.evidence.validation.report import save, validation_answer
 from moesim.evidence.validation.time_breakdown import step_seconds, terms, terms_by_step
 from moesim.hwprofiles.profile import load_profile, save_profile
-from moesim.hwprofiles.schema import FIT_KEYS, ProfileError
+from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.policies.base import PolicyError
 from moesim.policies.systems import compose as compose_system
 from moesim.questions.sensitivity import break_even, capacity_cliff, sensitivity
@@ -167,28 +162,6 @@ def test_errors_are_told_apart_by_every_coordinate():
     assert (
         "| batch" not in validation_answer(report).markdown().split("coordinate")[1]
     ), "all cells have one batch size"
-
-
-def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
-    first = result(cell("a", [1.0, 1.0], 1.1))
-    second = result(cell("b", [2.0, 2.0], 2.1, host=0.5))
-    save(first, tmp_path)
-    both = joined(second, load(tmp_path / "validation.json"))
-    assert [row["policy"] for row in both["cells"]] == ["a", "b"]
-    assert both["tpot_error_median"] == pytest.approx(0.075)
-    assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
-    # As files from before knew none.
-    for key in ("drift", "tpot_error_at_speed", "ttft_error_at_speed"):
-        del first["cells"][0][key]
-    assert "TPOT error, median" in validation_answer(joined(second, first)).markdown()
-    second["config"]["hw_digest"] = "another"
-    with pytest.raises(ProfileError, match="another profile"):
-        joined(second, first)
-    (tmp_path / "other.json").write_text("[1]")
-    with pytest.raises(
-        ProfileError, match=r"other\.json: expected an object, found \[1\]"
-    ):
-        load(tmp_path / "other.json")
 
 
 def test_a_machine_that_changed_while_it_was_calibrated_is_named():

@@ -39,7 +39,6 @@ def cell(
         extrapolated,
         [one_run(value) for value in measured],
         one_run(predicted, hits=hits),
-        [predicted],
         predicted,
         [[value] * 8 for value in measured],
         [predicted] * 8,
@@ -51,7 +50,7 @@ def cell(
 def result(*cells):
     config = {
         "date": "2026-01-01", "machine": "m", "hw": "h", "hw_date": "2026-01-01",
-        "hw_digest": "d", "steps": 8, "repetitions": 2, "seconds": 1,
+        "traces": {}, "steps": 8, "repetitions": 2, "seconds": 1,
         "load_before": 0.0, "load_after": 0.0,
     }  # fmt: skip
     return Validation(list(cells), config, ["a note"]).to_json()

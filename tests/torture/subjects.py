@@ -240,34 +240,6 @@ def _read_journal(path):
     return count, merged.header.to_json(), merged.rows
 
 
-def _validation(folder, seed):
-    from support.validations import cell, result
-
-    from moesim.evidence.validation.report import save
-
-    save(
-        result(cell("a", [1.0, 1.1], 1.0 + seed / 10), cell("b", [2.0, 2.1], 2.1)),
-        folder,
-    )
-    return folder / "validation.json"
-
-
-def _read_validation(path):
-    from moesim.evidence.validation.report import load, save, validation_answer
-    from moesim.evidence.validation.results import joined
-
-    earlier = load(path)
-    whole = joined(load(_good_validation(path)), earlier)
-    if not hasattr(_read_validation, "drawn"):
-        # Drawing takes half a second; once shows that it works at all.
-        _read_validation.drawn = save(whole, path.parent / "again")
-    return validation_answer(whole).text()
-
-
-def _good_validation(path):
-    return path.with_name("good.json") if path.with_name("good.json").exists() else path
-
-
 def _profile(folder, seed):
     from moesim.hwprofiles.profile import load_profile, save_profile
 
@@ -427,7 +399,6 @@ def subjects():
         Subject("residual vectors", _residual, _read_residual, is_sealed=True),
         Subject("decision log", _decisions, _read_decisions),
         Subject("journal of a recording", _journal, _read_journal),
-        Subject("validation.json", _validation, _read_validation, is_sealed=True),
         Subject("run.json", _saved_config, _read_config),
         Subject("configuration", _config, _read_config),
         Subject("hardware profile", _profile, _read_profile),

@@ -503,28 +503,6 @@ def test_indexes_of_stores(tmp_path, place, value):
     refused(subjects._read_store, path)
 
 
-VALIDATIONS = cases(
-    ("cells.0.tpot_measured_s cells.0.noise_floor config.seconds", [-1.0, "long"]),
-    ("cells.0.measured.0.tpot_s cells.0.predicted.tpot_s", [-1.0, "long"]),
-    ("cells.0.tpot_error cells.0.cache_ratio", ["large"]),
-    ("cells.0.cache_ratio", [-0.5, 1.5]),
-    ("cells.0.batch", [-1, 0, 0.5]),
-    ("cells.0.terms", [{}, None]),
-    ("cells.0.hits_equal", ["perhaps"]),
-    ("cells", [None, {}]),
-)
-
-
-@pytest.mark.parametrize(("place", "value"), VALIDATIONS)
-def test_validations(tmp_path, place, value):
-    from moesim.evidence.validation.saved import read_result, sealed
-
-    path = subjects._validation(tmp_path, 0)
-    content = changed(read_result(path), place, value)
-    path.write_text(json.dumps(sealed(content)))
-    refused(read_result, path)
-
-
 JOURNALS = cases(
     ("batch", [0, -1, "x"]),
     ("columns", [["pos"], "weights", [5]]),
@@ -720,7 +698,7 @@ def test_logits_of_hugging_face(tmp_path, change):
 def tried():
     """How many contents stand in the tables above."""
     tables = (HEADERS, ROWS, SHAPES, PROFILES, STRUCTURES, OPTIONS, GGUF, HF, BENCH)
-    tables += (NETWORKS, RESIDUALS, STATISTICS, DECISIONS, STORES, VALIDATIONS)
+    tables += (NETWORKS, RESIDUALS, STATISTICS, DECISIONS, STORES)
     tables += (JOURNALS, ARRIVALS, FOREIGN, ARRAYS, LOGITS)
     return sum(map(len, tables))
 

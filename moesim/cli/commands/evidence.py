@@ -165,10 +165,6 @@ class ValidateOptions(JsonOptions):
         "Write the report there, after every half minute; a second call goes on.",
         *REPORT,
     )
-    earlier: Path | None = input_option(
-        "Sum up with an earlier validation.json.",
-        flag="--with",
-    )
     seed: int = seed_option()
 
 
@@ -182,24 +178,18 @@ def validate(options: ValidateOptions) -> None:
       moesim validate q.parquet --shape olmoe-1b-7b/2 --hw hw.toml --out report
       moesim validate q.parquet --hw hw.toml --out report --minutes 10
       moesim validate a.parquet b.parquet --policy greedy+lru,on-demand+lru --cache-ratio 0.2,0.5 --json
-      moesim validate q.parquet --hw hw.toml --host-ratio 0.5 --with report/validation.json --out both
     """
     from moesim.cli.output import bar
     from moesim.evidence.validation import grid as library
     from moesim.evidence.validation import report
     from moesim.evidence.validation.report import validation_answer
-    from moesim.evidence.validation.results import joined
 
-    # Read first: a missing file should not cost an hour of runs.
-    before = None if options.earlier is None else report.load(options.earlier)
     out = options.out
     line = output.command_line()
     places: list[Path] = []
 
     def save(validation: "Validation") -> dict[str, Any]:
         result = validation.to_json()
-        if before is not None:
-            result = joined(result, before)
         if out is not None:
             places[:] = report.save(result, out, line)
         return result

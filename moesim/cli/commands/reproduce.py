@@ -58,13 +58,6 @@ class ReproduceOptions(JsonOptions):
     out: Path | None = folder_option(
         "With --all, or map: folder for the page.", *PAGES, *MAP_PAGES
     )
-    machines: str = option(
-        "anchored",
-        "With --all: machines anchored on published single operations, or datasheets"
-        " alone.",
-        choices=("anchored", "datasheet"),
-        needs=("everything",),
-    )
     paper: tuple[str, ...] | None = option(
         None,
         "With --all: only these papers.",
@@ -143,7 +136,6 @@ def _all(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
         reproduced = reproduce_all(
             out,
             papers=options.paper,
-            machines=options.machines,
             jobs=options.jobs,
             progress=show,
         )

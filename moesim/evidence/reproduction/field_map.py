@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,15 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.files import write_text
-from moesim.base.long_work import Journal
 from moesim.evidence.reproduction.report import write_pages
 from moesim.evidence.reproduction.routing import shared_traces
 from moesim.evidence.reproduction.workloads import Workload
-from moesim.questions.gap import gap
 from moesim.reporting.answers import Answer
-from moesim.reporting.parts import Listing
+from moesim.reporting.parts import Column, Listing
 from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig
-from moesim.runs.sweeps.plan import code_digest, planned
+from moesim.runs.sweeps.plan import planned
 from moesim.runs.sweeps.ranking import ranking
 from moesim.runs.sweeps.sweep import run_sweep
 from moesim.traces.format.reader import open_trace
@@ -49,6 +48,9 @@ MACHINES = (
     "rtx3090-epyc7532",
     "rtx3080ti",
     "rtx5070ti-ryzen9600x",
+    # PCIe 3.0, and a laptop.
+    "rtx3060-i7-10700k",
+    "rtx4060-laptop-i7-13700h",
 )
 RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75)
 BATCHES = (1, 4, 16)
@@ -85,10 +87,6 @@ WARM = ("fetch-split+static", "fetch-split+decayed-frequency", "recall")
 
 CELL = ["trace", "hw", "cache_ratio", "batch"]
 """What tells cells apart."""
-
-SURPRISES = 10
-EXPLAINED_STEPS = 24
-"""Forward passes that `gap` looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,39 +134,84 @@ def field_traces() -> list[FieldTrace]:
     return traces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FieldMap:
     """The map.
 
     Attributes:
         runs: a row for each run, as `moesim.sweep` gives it.
         changed: the same of runs with drafts or a warm start.
-        cells: a row for each cell, in the columns of `CELL` and of `_cell`.
+        bounds: of each cell, in the columns of `CELL`, its title, ``bound_s``, from any
+            content, and ``limit``, what limits it.
         refusals: reasons of runs that could not be, with how many there were.
-        explained: of the most surprising cells, where the favourite loses its time.
     """
 
     runs: pd.DataFrame
     changed: pd.DataFrame
-    cells: pd.DataFrame
+    bounds: pd.DataFrame
     refusals: dict[str, int]
-    explained: list[tuple[str, ...]]
 
-    @property
+    @cached_property
+    def seconds(self) -> pd.DataFrame:
+        """Of the whole trace: a row for each cell, a column for each policy."""
+        return self.runs.pivot_table(index=CELL, columns="policy", values="makespan_s")
+
+    @cached_property
     def behind(self) -> pd.DataFrame:
         """Every policy as a fixed choice: logarithms of its time over the best causal
         one's in each cell, a row for each cell.
         """
-        seconds = self.runs.pivot_table(
-            index=CELL, columns="policy", values="makespan_s"
-        )
-        best = seconds.drop(columns=CLAIRVOYANT).min(axis=1)
-        return seconds.div(best, axis=0).apply(np.log)
+        best = self.seconds.drop(columns=CLAIRVOYANT).min(axis=1)
+        return self.seconds.div(best, axis=0).apply(np.log)
 
     @property
     def favourite(self) -> str:
         """The best causal policy, if one must be chosen for all cells."""
         return str(self.behind.drop(columns=CLAIRVOYANT).mean().idxmin())
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """A row for each cell, those where the favourite is farthest behind first: its
+        winner, who is tied with it, and how far it is from llama.cpp, the clairvoyant
+        policy and the bound.
+        """
+        causal = self.seconds.drop(columns=CLAIRVOYANT)
+        best = causal.idxmin(axis=1)
+        best_s = causal.min(axis=1)
+        ceiling_s = self.seconds[CLAIRVOYANT]
+        today_s = causal["llama.cpp"]
+        tpot_s = self.runs.set_index([*CELL, "policy"])["tpot_s"]
+        ranked = ranking(self.runs)
+        # What all cells share is no column of a ranking.
+        varying = [name for name in CELL if name in ranked.columns]
+        cells = pd.DataFrame(
+            {
+                "best": best,
+                "best_s": best_s,
+                "lead": np.partition(causal, 1, axis=1)[:, 1] / best_s - 1.0,
+                "tpot_s": [
+                    float(tpot_s[(*key, policy)])
+                    for key, policy in zip(causal.index, best, strict=True)
+                ],
+                "of_llama_cpp": best_s / today_s,
+                "closed": (today_s - best_s) / (today_s - ceiling_s),
+                "ceiling_s": ceiling_s,
+                "of_clairvoyant": best_s / ceiling_s,
+                "favourite_behind": np.expm1(self.behind[self.favourite]),
+            }
+        )
+        cells = self.bounds.merge(cells.reset_index(), on=CELL)
+        tied = ranked.groupby(varying, as_index=False)["tied"].sum()
+        cells = cells.merge(tied, on=varying)
+        cells["clairvoyant_of_bound"] = cells["ceiling_s"] / cells["bound_s"]
+        every: Iterable[Any] = cells.itertuples()
+        cells["command"] = [
+            f"moesim compare {shlex.quote(cell.trace)} --hw {cell.hw}"
+            f" --cache-ratio {cell.cache_ratio:g} --batch {cell.batch}"
+            f" --steps {PASSES} --policy {shlex.quote(cell.best)},{CLAIRVOYANT}"
+            for cell in every
+        ]
+        return cells.sort_values("favourite_behind", ascending=False)
 
 
 def field_map(
@@ -184,7 +227,7 @@ def field_map(
     """Compute the map, or what is missing of it.
 
     Args:
-        out: folder for traces, results and bounds.
+        out: folder for traces and results.
         traces: None for those of `field_traces`.
         policies: ``llama.cpp`` and ``clairvoyant`` among them.
         machines, ratios: of the cells.
@@ -196,108 +239,40 @@ def field_map(
     """
     folder = out / "traces"
     folder.mkdir(parents=True, exist_ok=True)
-    titles: dict[str, str] = {}
-    places: dict[tuple[Any, ...], RunConfig] = {}
     runs = []
+    bounds = []
     for each in field_traces() if traces is None else traces:
         trace = open_trace(each.workload.draw(folder))
-        titles[trace.name] = each.title
         others = each.others()
         warm = others and others.draw(folder)
         for batch, hw, ratio in product(each.batches, machines, ratios):
             place = RunConfig.of(
                 trace, hw=hw, cache_ratio=ratio, batch=batch, steps=PASSES
             )
-            places[trace.name, hw, ratio, batch] = place
             drafted = place.replaced(draft_tokens=DRAFTED_TOKENS)
-            begun = place.replaced(warm=warm)
             for config, chosen in (
                 (place, policies),
                 (drafted, DRAFTS if batch == 1 else ()),
-                (begun, WARM if warm else ()),
+                (place.replaced(warm=warm), WARM if warm else ()),
             ):
                 runs += [config.replaced(policy=policy) for policy in chosen]
+            bound = bound_of(place.replaced(**_ANY_CONTENT))
+            assert bound is not None
+            cell = (trace.name, hw, ratio, batch)
+            bounds.append((*cell, each.title, bound.seconds, bound.resource))
     swept = run_sweep(planned(runs), results=out / "runs", jobs=jobs, progress=progress)
     every = swept.frame(details=True)
     is_changed = (every["draft_tokens"] == DRAFTED_TOKENS) | every["warm"].notna()
-    frame = every[~is_changed]
-    bounds = _bounds(places, out / "bounds.jsonl")
-    ranked = ranking(frame)
-    # What all cells share is no column of a ranking.
-    varying = [name for name in CELL if name in ranked.columns]
-    cells = pd.DataFrame(
-        dict(zip(CELL, key, strict=True))
-        | {"title": titles[str(key[0])]}
-        | _cell(of_cell, *bounds[_label(key)])
-        for key, of_cell in frame.groupby(CELL, sort=False)
-    ).merge(ranked.groupby(varying, as_index=False)["tied"].sum(), on=varying)
-    mapped = FieldMap(frame, every[is_changed], cells, swept.refusals, [])
-    return replace(mapped, explained=_explained(mapped, places, titles))
+    columns = [*CELL, "title", "bound_s", "limit"]
+    return FieldMap(
+        every[~is_changed],
+        every[is_changed],
+        pd.DataFrame(bounds, columns=columns),
+        swept.refusals,
+    )
 
 
-def _label(key: Iterable[Any]) -> str:
-    return " ".join(map(str, key))
-
-
-def _bounds(
-    places: dict[tuple[Any, ...], RunConfig], kept: Path
-) -> dict[str, tuple[float, str]]:
-    """Least seconds of each cell, from any content, and what limits it."""
-    journal = Journal(kept, code_digest())
-    known = {label: (seconds, limit) for label, seconds, limit in journal.lines}
-    rules = {"policy": CLAIRVOYANT, "cache": "foresight", "prefetch": "foresight"}
-    for key, place in places.items():
-        if _label(key) not in known:
-            bound = bound_of(place.replaced(**rules))
-            assert bound is not None
-            known[_label(key)] = bound.seconds, bound.resource
-            journal.add([_label(key), bound.seconds, bound.resource])
-    return known
-
-
-def _cell(runs: pd.DataFrame, bound_s: float, limit: str) -> dict[str, Any]:
-    """What a cell's runs say: seconds of the whole trace, and who took them."""
-    by_policy = runs.set_index("policy")
-    seconds = by_policy["makespan_s"]
-    ceiling_s = float(seconds[CLAIRVOYANT])
-    causal = seconds.drop(CLAIRVOYANT).sort_values(kind="stable")
-    best, second = causal.index[:2]
-    today_s = float(causal["llama.cpp"])
-    return {
-        "best": best,
-        "best_s": float(causal[best]),
-        "second": second,
-        "lead": float(causal[second] / causal[best]) - 1.0,
-        "today_s": today_s,
-        "ceiling_s": ceiling_s,
-        "bound_s": bound_s,
-        "limit": limit,
-        "closed": (today_s - float(causal[best])) / (today_s - ceiling_s),
-        "tpot_s": float(by_policy["tpot_s"][best]),
-    }
-
-
-def _explained(
-    mapped: FieldMap, places: dict[tuple[Any, ...], RunConfig], titles: dict[str, str]
-) -> list[tuple[str, ...]]:
-    """Where the best fixed choice loses its time in the cells that it loses most."""
-    behind = mapped.behind[mapped.favourite]
-    best = mapped.cells.set_index(CELL)["best"]
-    rows = []
-    for key in behind.sort_values().index[::-1][:SURPRISES]:
-        place = places[key].replaced(policy=mapped.favourite, steps=EXPLAINED_STEPS)
-        lost = gap(place)
-        shares = {part.name: part.share_s / lost.gap_s for part in lost.parts}
-        parts = ("eviction", "assignment", "prefetch")
-        rows.append(
-            (
-                _label((titles[key[0]], *key[1:])),
-                _percent(behind[key]),
-                best[key],
-                *(f"{shares.get(name, 0.0):.0%}" for name in parts),
-            )
-        )
-    return rows
+_ANY_CONTENT = {"policy": CLAIRVOYANT, "cache": "foresight", "prefetch": "foresight"}
 
 
 # -- the page --------------------------------------------------------------------------
@@ -305,17 +280,18 @@ def _explained(
 
 def map_answer(mapped: FieldMap) -> Answer:
     """Say which policy is fastest where, and which to fix if only one may be."""
-    behind = mapped.behind
     cells = mapped.cells
+    # In the order of the sweep.
+    in_order = cells.sort_index()
     beaten = int((cells["best_s"] < cells["ceiling_s"] * (1 - 1e-9)).sum())
-    over_bound = float((cells["ceiling_s"] / cells["bound_s"]).median())
+    over_bound = float(cells["clairvoyant_of_bound"].median())
     counts = cells[CELL].nunique()
     facts = [
         (
             f"{len(mapped.runs):,} runs in {len(cells)} cells:"
             f" {counts['trace']} traces, {counts['cache_ratio']} memories,"
             f" {counts['hw']} machines, {counts['batch']} batches;"
-            f" {len(behind.columns) - 1} causal policies"
+            f" {len(mapped.behind.columns) - 1} causal policies"
         ),
         (
             "predictions are drawn everywhere, with a recall of 75 % one layer ahead;"
@@ -329,23 +305,31 @@ def map_answer(mapped: FieldMap) -> Answer:
     facts += [
         f"left out: {count} runs: {why}" for why, count in mapped.refusals.items()
     ]
-    surprising = Listing.of(
-        ("cell", "behind", "winner", "eviction", "assignment", "prefetch"),
-        mapped.explained,
-        title="The most surprising cells",
-        note=f"Where the best fixed choice, {mapped.favourite}, is farthest behind the"
-        " winner; where it loses its time, by `moesim gap`.",
-    )
     tables = [
-        _fixed(behind),
+        _fixed(mapped.behind),
         *(
             _winners(f"{title}, batch {batch}", here)
-            for (title, batch), here in cells.groupby(["title", "batch"], sort=False)
+            for (title, batch), here in in_order.groupby(["title", "batch"], sort=False)
         ),
         _parts(mapped),
         _changes(mapped),
-        surprising,
-        _all_cells(cells),
+        Listing(
+            cells,
+            [
+                *(Column(name, head) for name, head in _CELL_HEADS.items()),
+                *(Column(name, head, "share") for name, head in _SHARES.items()),
+                *(Column(name, head, "times") for name, head in _TIMES.items()),
+                Column("limit", "limit"),
+                Column("command", "command"),
+            ],
+            title="All cells",
+            note=f"First those where the best fixed choice, {mapped.favourite}, is"
+            " farthest behind the winner (`moesim gap` says why). Times over"
+            " llama.cpp's, over the clairvoyant one's, and its over the bound; closed:"
+            " of the way from llama.cpp to clairvoyant. Tied: not certainly slower than"
+            " the winner, itself included.",
+            lead=4,
+        ),
     ]
     return Answer(
         question="which policy is fastest where?",
@@ -355,6 +339,26 @@ def map_answer(mapped: FieldMap) -> Answer:
         sentences=[f"as a fixed choice: {mapped.favourite}"],
         notes=facts[1:],
     )
+
+
+_CELL_HEADS = {
+    "title": "model",
+    "hw": "machine",
+    "cache_ratio": "memory",
+    "batch": "batch",
+    "best": "winner",
+    "tied": "tied",
+}
+_SHARES = {
+    "favourite_behind": "best fixed choice behind",
+    "lead": "lead",
+    "closed": "closed",
+}
+_TIMES = {
+    "of_llama_cpp": "of llama.cpp",
+    "of_clairvoyant": "of clairvoyant",
+    "clairvoyant_of_bound": "clairvoyant of bound",
+}
 
 
 def _percent(logarithm: float) -> str:
@@ -455,37 +459,6 @@ def _changes(mapped: FieldMap) -> Listing:
             *((f"{each}, warm", each) for each in WARM),
             (f"{WARM[1]}, warm", f"{WARM[0]}, warm"),
         ],
-    )
-
-
-def _all_cells(cells: pd.DataFrame) -> Listing:
-    every: Iterable[Any] = cells.itertuples()
-    rows = [
-        (
-            _label((cell.title, cell.hw, cell.cache_ratio, cell.batch)),
-            f"{cell.best} ({cell.lead:.1%} before {cell.second})",
-            str(cell.tied),
-            f"{cell.best_s / cell.today_s:.2f}",
-            f"{cell.closed:.0%}",
-            f"{cell.best_s / cell.ceiling_s:.3f}",
-            f"{cell.ceiling_s / cell.bound_s:.3f}",
-            cell.limit,
-            (
-                f"moesim compare {shlex.quote(cell.trace)} --hw {cell.hw}"
-                f" --cache-ratio {cell.cache_ratio:g} --batch {cell.batch}"
-                f" --steps {PASSES} --policy {shlex.quote(cell.best)},{CLAIRVOYANT}"
-            ),
-        )
-        for cell in every
-    ]
-    heads = ("cell", "winner", "tied", "of llama.cpp", "closed", "of clairvoyant")
-    return Listing.of(
-        (*heads, "clairvoyant of bound", "limit", "command"),
-        rows,
-        title="All cells",
-        note="Times over llama.cpp's, over the clairvoyant one's, and its over the"
-        " bound; closed: of the way from llama.cpp to clairvoyant. Tied: not certainly"
-        " slower than the winner, itself included.",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from importlib import resources
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,12 @@ class Record:
         """In words."""
         return f"{' '.join(self.key)} ({', '.join(map(str, self.setting.values()))})"
 
+    @property
+    def number(self) -> float | None:
+        """The value; None for words."""
+        is_number = isinstance(self.value, int | float)
+        return float(self.value) if is_number else None
+
 
 @cache
 def data(name: str) -> dict[str, Any]:
@@ -103,12 +109,6 @@ def papers() -> dict[str, Any]:
     """Source -> its cases, systems and figures, as in ``data/papers.yaml``."""
     described: dict[str, Any] = data("papers.yaml")["papers"]
     return described
-
-
-def unanchored(run: RunSpec) -> RunSpec:
-    """The same run on a machine from datasheets alone."""
-    machines: dict[str, str] = data("papers.yaml")["unanchored"]
-    return replace(run, machine=machines.get(run.machine, run.machine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +225,13 @@ class Answered:
         ours: in the record's unit; None where there is none.
         exchanged: ours again with another value of an input that nobody published, by
             the exchange's name.
+        recorded: ours on each group of sequences of recorded routing, by recording.
     """
 
     question: Question
     ours: float | None
     exchanged: Mapping[str, float] = field(default_factory=dict)
+    recorded: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def record(self) -> Record:
@@ -239,8 +241,7 @@ class Answered:
     @property
     def published(self) -> float | None:
         """The published number; None for words."""
-        value = self.record.value
-        return float(value) if isinstance(value, int | float) else None
+        return self.record.number
 
     @property
     def compared(self) -> bool:
@@ -262,11 +263,6 @@ class Answered:
         if speedup is None or ours * self.published < 0:
             return ours / self.published
         return speedup(ours) / speedup(self.published)
-
-    @property
-    def printed_ratio(self) -> float | None:
-        """Ours over published as they are printed, also of gains in %."""
-        return self.ours / self.published if self.ours and self.published else None
 
     @property
     def exchanged_ratios(self) -> dict[str, float]:
@@ -492,12 +488,16 @@ def exchanges() -> dict[str, Any]:
     return described
 
 
-def exchanged(asked: Iterable[Question]) -> dict[str, dict[Record, Question]]:
+Again = dict[str, dict[Record, list[Question]]]
+"""By the name of what is changed and by record: the same question of other runs."""
+
+
+def exchanged(asked: Iterable[Question]) -> Again:
     """Simulated questions again with another value of one input that nobody published,
-    by the exchange's name and by record; those that it changes.
+    by the exchange's name; those that it changes.
     """
     simulated = {each.record: each for each in asked if each.status == SIMULATED}
-    again: dict[str, dict[Record, Question]] = {}
+    again: Again = {}
     for name, exchange in exchanges().items():
         numbers = exchange.get("machines", {})
 
@@ -510,45 +510,28 @@ def exchanged(asked: Iterable[Question]) -> dict[str, dict[Record, Question]]:
             usual = simulated.get(other.record)
             cases = tuple(case.changed(moved) for case in other.cases)
             if usual is not None and cases != usual.cases:
-                again[name][other.record] = replace(other, cases=cases)
+                again[name][other.record] = [replace(other, cases=cases)]
     return again
 
 
-def _merged(described: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A description with changes; what is named in both is merged where it nests."""
-    merged = dict(described)
-    for name, value in changes.items():
-        nests = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merged(merged[name], value) if nests else value
-    return merged
-
-
-def recorded(folder: Path) -> list[tuple[Question, dict[str, list[Question]]]]:
-    """Headline questions, and the same asked of each group of sequences of the
-    recordings that `folder` has, by recording.
+def recorded(asked: Iterable[Question], folder: Path) -> Again:
+    """Headline questions again, of each group of sequences of the recordings that
+    `folder` has, by recording.
     """
     described = data("papers.yaml")["recorded"]
-    asked = []
+    again: Again = {}
     for headline in described["headlines"]:
-        source = headline["of"][0]
-        question = next(
-            each
-            for each in questions([source])
-            if list(each.record.key) == headline["of"]
-            and selected(headline, each.record)
-        )
-        key = papers()[source]["key"]
+        question = next(q for q in asked if selected(headline, q.record))
+        key = papers()[question.record.source]["key"]
         case = next(c for c in question.cases if c.values[key] == headline["case"])
-        groups = {}
         for name, trace in described["traces"].items():
             path = folder / f"{trace.get('file', name)}.parquet"
             if path.is_file():
-                groups[name] = [
+                again.setdefault(name, {})[question.record] = [
                     replace(question, cases=(case.changed(_on(path, group, trace)),))
                     for group in range(trace["groups"])
                 ]
-        asked.append((question, groups))
-    return asked
+    return again
 
 
 def _on(
@@ -565,6 +548,15 @@ def _on(
     )
 
 
+def _merged(described: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A description with changes; what is named in both is merged where it nests."""
+    merged = dict(described)
+    for name, value in changes.items():
+        nests = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if nests else value
+    return merged
+
+
 def anchors() -> set[tuple[str, str, str]]:
     """Keys of records that questions name as anchors, with the workloads' inputs."""
     asked = questions()
@@ -574,8 +566,10 @@ def anchors() -> set[tuple[str, str, str]]:
 
 
 def selected(described: Mapping[str, Any], record: Record) -> bool:
-    """Whether a record has the setting that a description asks for with ``where``."""
-    return all(
+    """Whether a record is the one, or one of those, that a description means: of the
+    key ``of``, and with the setting ``where``.
+    """
+    return described.get("of", list(record.key)) == list(record.key) and all(
         # True asks for any value.
         key in record.setting and (value is True or value == record.setting[key])
         for key, value in described.get("where", {}).items()
@@ -622,7 +616,7 @@ def _of_figure(record: Record, paper: Any, figure: Any) -> Question:
         record,
         figure.get("status", SIMULATED),
         cases,
-        _filled(quantity, cases[0].values) if cases else "",
+        filled(quantity, cases[0].values) if cases else "",
         note="; ".join(filter(None, notes)),
         **{name: figure[name] for name in _AS_STATED if name in figure},
     )
@@ -652,12 +646,13 @@ def _cases(record: Record, paper: Any, figure: Any) -> Iterator[Case]:
         values |= setting | choice
         for name, meanings in figure.get("given", {}).items():
             values |= meanings[values[name]]
-        others = _filled(figure.get("against", []), values)
-        if not isinstance(others, list):
-            others = [others]
+        others = filled(figure.get("against", []), values)
         run, *rest = (
             _run(described, paper, case, figure, values)
-            for described in (figure["run"], *others)
+            for described in (
+                figure["run"],
+                *(others if isinstance(others, list) else [others]),
+            )
         )
         yield Case(run, tuple(rest), values)
 
@@ -665,30 +660,35 @@ def _cases(record: Record, paper: Any, figure: Any) -> Iterator[Case]:
 def _run(
     described: Any, paper: Any, case: Any, figure: Any, values: Mapping[str, Any]
 ) -> RunSpec:
-    """A run from a system's name, or from options that may name a system."""
-    stated = _filled(described, values)
+    """A run from a system's name, or from options that may name a system; those of the
+    figure go before its system's, these before the case's and the paper's.
+    """
+    stated = filled(described, values)
     stated = {"system": stated} if isinstance(stated, str) else dict(stated)
     system = paper["systems"][stated.pop("system")] if "system" in stated else {}
-    workload: dict[str, Any] = {}
-    for layer in (paper, case, figure, system):
-        workload |= layer.get("workload", {})
-    options = paper.get("run", {}) | case.get("run", {}) | system
-    options |= figure.get("options", {}) | stated
-    for name in ("workload", "note", "source"):
+    layers = [_options(paper), _options(case), system, _options(figure), stated]
+    options = filled(reduce(_merged, layers), values)
+    for name in ("note", "source"):
         options.pop(name, None)
-    workload = _filled(workload, values)
-    workload["inputs"] = tuple(map(tuple, workload.get("inputs", ())))
-    return RunSpec.of(Workload(**workload), **_filled(options, values))
+    workload = options.pop("workload")
+    inputs = tuple(map(tuple, workload.pop("inputs", ())))
+    return RunSpec.of(Workload(**workload, inputs=inputs), **options)
 
 
-def _filled(value: Any, values: Mapping[str, Any]) -> Any:
+def _options(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of runs that a paper, a case or a figure states, the workload's too."""
+    workload = described.get("workload", {})
+    return described.get("options", {}) | {"workload": workload}
+
+
+def filled(value: Any, values: Mapping[str, Any]) -> Any:
     """A description with its {names} replaced; one that is a name alone keeps the type
     of what it stands for.
     """
     if isinstance(value, Mapping):
-        return {name: _filled(entry, values) for name, entry in value.items()}
+        return {name: filled(entry, values) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_filled(entry, values) for entry in value]
+        return [filled(entry, values) for entry in value]
     if not isinstance(value, str) or "{" not in value:
         return value
     if value.count("{") == 1 and value[0] == "{" and value[-1] == "}":

@@ -34,15 +34,13 @@ if TYPE_CHECKING:
     from moesim.evidence.reproduction.reproduce_all import Reproduced
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
 
-FACTORS = (1.5, 2.0)
-"""Figures within these factors of each other are counted."""
-
 
 def summary(answered: Sequence[Answered]) -> dict[str, Any]:
     """Counts of records and statements, and the median ratio."""
     compared = [entry for entry in answered if entry.compared]
     telling = [entry for entry in compared if entry.tells]
-    ratios = [entry.ratio for entry in telling if entry.ratio_counts and entry.ratio]
+    every = [entry.ratio or 0.0 for entry in telling]
+    decided = [entry.ratio for entry in telling if entry.ratio_counts and entry.ratio]
     stated = orders(answered)
     statuses = Counter(entry.question.status for entry in answered)
     simulated = sum(bool(entry.question.runs) for entry in compared)
@@ -53,32 +51,31 @@ def summary(answered: Sequence[Answered]) -> dict[str, Any]:
         "anchored": statuses[ANCHORED],
         "inputs": statuses[INPUT],
         "unanswered": statuses[UNANSWERED],
-        **_counts("directions", directions(answered)),
-        **_counts("orders", [each for each in stated if each.of_systems]),
-        **_counts("parameter_orders", [each for each in stated if not each.of_systems]),
-        "median_ratio": median(ratios) if ratios else None,
-        **{f"within_{factor:g}": _within(factor, ratios) for factor in FACTORS},
-        "ratios": len(ratios),
-        "all_within_1.5": _within(1.5, [entry.ratio for entry in telling]),
-        "printed_within_1.5": _within(1.5, [entry.printed_ratio for entry in telling]),
-        "all_ratios": len(telling),
+        "directions": _counts(directions(answered)),
+        "orders": _counts(each for each in stated if each.of_systems),
+        "parameter_orders": _counts(each for each in stated if not each.of_systems),
+        "median_ratio": median(decided) if decided else None,
+        "ratios": len(decided),
+        "ratios_near": _near(decided),
+        "all_ratios": len(every),
+        "all_ratios_near": _near(every),
     }
 
 
-def _within(factor: float, ratios: Iterable[float | None]) -> int:
-    return sum(1 / factor <= (ratio or 0.0) <= factor for ratio in ratios)
+def _near(ratios: Iterable[float]) -> int:
+    """How many lie within a factor of `MOST_MOVE`."""
+    return sum(1 / MOST_MOVE <= ratio <= MOST_MOVE for ratio in ratios)
 
 
-def _counts(name: str, statements: Sequence[Statement]) -> dict[str, int]:
-    """How many there are, hold, are ties, and cannot be decided; and of the rest."""
-    decided = [each for each in statements if each.counts]
+def _counts(statements: Iterable[Statement]) -> dict[str, int]:
+    """How many there are and hold, of all and of those that can be told."""
+    every = list(statements)
+    decided = [each for each in every if each.counts]
     return {
-        name: len(statements),
-        f"{name}_held": sum(each.holds for each in statements),
-        f"{name}_tied": sum(each.tie for each in statements),
-        f"{name}_undecidable": sum(bool(each.undecidable) for each in statements),
-        f"{name}_decided": len(decided),
-        f"{name}_decided_held": sum(each.holds for each in decided),
+        "count": len(every),
+        "held": sum(each.holds for each in every),
+        "decided": len(decided),
+        "decided_held": sum(each.holds for each in decided),
     }
 
 
@@ -98,7 +95,7 @@ def reproduced_answer(reproduced: Reproduced) -> Answer:
         _summary_table(counts),
         *(_paper(source, entries, legend) for source, entries in by_source.items()),
         _legend_table(legend),
-        _on_recorded(reproduced),
+        _on_recorded(answered),
         _disagreements(reproduced),
         _exchanges(answered),
         _left_out(answered),
@@ -112,16 +109,16 @@ def reproduced_answer(reproduced: Reproduced) -> Answer:
         for spec, reason in reproduced.failures.items()
     ]
     figure = ratios(answered)
+    directions_held, orders_held = (
+        _held(counts["all"][name]) for name in ("directions", "orders")
+    )
     return Answer(
         question="the papers' tables beside ours",
-        subject=f"{reproduced.machines} machines",
-        setting=[("machines", reproduced.machines)],
+        subject="",
+        setting=[("records", str(len(answered)))],
         tables=[table for table in tables if len(table.rows)],
         sentences=[
-            (
-                f"{_held(counts['all'], 'directions')} directions and"
-                f" {_held(counts['all'], 'orders')} orders of systems hold"
-            )
+            f"{directions_held} directions and {orders_held} orders of systems hold"
         ],
         notes=reproduced.facts + failures,
         figures={} if figure is None else {"ratios": lambda: figure},
@@ -130,36 +127,29 @@ def reproduced_answer(reproduced: Reproduced) -> Answer:
 
 
 def _summary_table(counts: dict[str, dict[str, Any]]) -> Listing:
-    columns = {
-        "records": "{records}",
-        "simulated": "{simulated}",
-        "computed": "{computed}",
-        "anchored": "{anchored}",
-        "inputs / without answer": "{inputs} / {unanswered}",
-        "directions that hold": "{held[directions]}",
-        "orders of systems that hold": "{held[orders]}",
-        "orders of parameters that hold": "{held[parameter_orders]}",
-        "median ratio": "{median}",
-        "within a factor of 1.5": "{within_1} of {ratios}",
-        "within a factor of 2": "{within_2} of {ratios}",
-        "undecided included, within 1.5": "{all_within} of {all_ratios}",
-        "gains as printed, within 1.5": "{printed} of {all_ratios}",
-    }
     rows = []
-    for source, figures in counts.items():
-        ratio = figures["median_ratio"]
-        named = ("directions", "orders", "parameter_orders")
-        values = figures | {
-            "held": {name: _held(figures, name) for name in named},
-            "median": "-" if ratio is None else f"{ratio:.2f}",
-            # A field of a format may have no point in its name.
-            "within_1": figures["within_1.5"],
-            "all_within": figures["all_within_1.5"],
-            "printed": figures["printed_within_1.5"],
-        }
-        rows.append([source, *(text.format(**values) for text in columns.values())])
+    for source, of in counts.items():
+        ratio = of["median_ratio"]
+        rows.append(
+            (
+                source,
+                *(of[name] for name in ("records", "simulated", "computed")),
+                of["anchored"],
+                f"{of['inputs']} / {of['unanswered']}",
+                *map(_held, (of["directions"], of["orders"], of["parameter_orders"])),
+                "-" if ratio is None else f"{ratio:.2f}",
+                f"{of['ratios_near']} of {of['ratios']}",
+                f"{of['all_ratios_near']} of {of['all_ratios']}",
+            )
+        )
+    near = f"within a factor of {MOST_MOVE:g}"
     return Listing.of(
-        ["paper", *columns],
+        (
+            *("paper", "records", "simulated", "computed", "anchored"),
+            *("inputs / without answer", "directions that hold"),
+            *("orders of systems that hold", "orders of parameters that hold"),
+            *("median ratio", near, "undecided included"),
+        ),
         rows,
         title="Summary",
         note="Compared are simulated records, and those computed from a model's sizes."
@@ -175,12 +165,12 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Listing:
     )
 
 
-def _held(figures: dict[str, Any], name: str) -> str:
-    text = f"{figures[f'{name}_held']} of {figures[name]}"
+def _held(of: Mapping[str, int]) -> str:
+    text = f"{of['held']} of {of['count']}"
     # Where none is decided there is nothing to say in parentheses.
-    if figures[f"{name}_decided"] in {0, figures[name]}:
+    if of["decided"] in {0, of["count"]}:
         return text
-    return f"{text} ({figures[f'{name}_decided_held']} of {figures[f'{name}_decided']})"
+    return f"{text} ({of['decided_held']} of {of['decided']})"
 
 
 def _paper(
@@ -238,17 +228,17 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _on_recorded(reproduced: Reproduced) -> Listing:
-    traces = list(dict.fromkeys(n for _, of in reproduced.recorded for n in of))
+def _on_recorded(answered: Iterable[Answered]) -> Listing:
+    headlines = [entry for entry in answered if entry.recorded]
+    traces = list(dict.fromkeys(name for entry in headlines for name in entry.recorded))
     rows = [
         (
             entry.record.label,
             _number(entry.published),
             _number(entry.ours),
-            *(mean_with_interval(of[name]) for name in traces),
+            *(mean_with_interval(entry.recorded.get(name, ())) for name in traces),
         )
-        for entry, of in reproduced.recorded
-        if of
+        for entry in headlines
     ]
     return Listing.of(
         ("figure", "published", "drawn", *traces),
@@ -397,7 +387,11 @@ def _data(reproduced: Reproduced, counts: dict[str, Any]) -> dict[str, Any]:
     return {
         "facts": reproduced.facts,
         "summary": counts,
-        "recorded": {entry.record.label: of for entry, of in reproduced.recorded},
+        "recorded": {
+            entry.record.label: dict(entry.recorded)
+            for entry in answered
+            if entry.recorded
+        },
         "records": [
             {
                 "source": entry.record.source,

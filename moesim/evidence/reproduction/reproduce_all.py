@@ -26,7 +26,6 @@ from moesim.evidence.reproduction.questions import (
     exchanged,
     questions,
     recorded,
-    unanchored,
 )
 from moesim.evidence.reproduction.routing import (
     EXPERIMENTS,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from moesim.evidence.reproduction.questions import Question
+    from moesim.evidence.reproduction.questions import Again, Question
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
 
     Progress = Callable[[float], None]
@@ -64,9 +63,6 @@ class Reproduced:
         outcomes: run -> its metrics.
         failures: run -> why it could not be done.
         experiments: those on routing alone.
-        recorded: headline questions, and what they give on each text of recorded
-            routing, by recording; empty where there is none.
-        machines: ``anchored`` or ``datasheet``.
         facts: what the figures were made with, a line each.
     """
 
@@ -74,8 +70,6 @@ class Reproduced:
     outcomes: dict[RunSpec, Outcome]
     failures: dict[RunSpec, str]
     experiments: list[Reproduction]
-    recorded: list[tuple[Answered, dict[str, list[float]]]]
-    machines: str
     facts: list[str]
 
 
@@ -83,7 +77,6 @@ def reproduce_all(
     out: Path,
     *,
     papers: Iterable[str] | None = None,
-    machines: str = "anchored",
     jobs: int | None = None,
     progress: Progress = lambda _share: None,
 ) -> Reproduced:
@@ -93,8 +86,6 @@ def reproduce_all(
         out: folder for what is done and for drawn traces, until all is done.
         papers: names of sources; None takes all, and experiments on routing alone with
             them.
-        machines: ``anchored``, or ``datasheet`` for machines of which nothing was taken
-            from a paper.
         jobs: processes; None takes one per core, two at most.
         progress: called with the share of the work done.
 
@@ -104,74 +95,69 @@ def reproduce_all(
     begin_s = time.perf_counter()
     jobs = jobs or min(MOST_JOBS, available_cores())
     asked = questions(papers)
-    # Exchanges are of anchored machines.
-    again = exchanged(asked if machines == "anchored" else [])
-    texts = recorded(shared_traces()) if papers is None else []
-    groups = [group for _, groups in texts for group in groups.values()]
-    every = chain(asked, *groups, *(each.values() for each in again.values()))
-    actual = {
-        spec: unanchored(spec) if machines == "datasheet" else spec
-        for question in every
-        for spec in question.runs
-    }
+    again = exchanged(asked)
+    texts = recorded(asked, shared_traces()) if papers is None else {}
+    others = chain(*(each.values() for each in (*again.values(), *texts.values())))
+    every = chain(asked, *others)
+    runs = list(dict.fromkeys(spec for question in every for spec in question.runs))
+
     done = _Done(out, jobs)
-    runs = list(dict.fromkeys(actual.values()))
-    workloads = {
-        load
-        for spec in runs
-        if not done.has(spec)
-        for load in (spec.workload, *[spec.calibration] * bool(spec.warm))
-    }
-    networks = {spec.workload for spec in runs if spec.learned and not done.has(spec)}
-    experiments = list(EXPERIMENTS) if papers is None else []
-    tasks: list[tuple[Any, ...]] = []
+    todo = [spec for spec in runs if _key(spec) not in done.results]
+    loads = {spec.workload for spec in todo}
+    loads |= {spec.calibration for spec in todo if spec.warm}
+    networks = {spec.workload for spec in todo if spec.learned}
+
+    def part(begin: float, end: float) -> Progress:
+        return lambda share: progress(begin + (end - begin) * share)
 
     # Networks need their traces, and are long; runs need both.
-    done.draw(_draw, sorted(workloads, key=repr), lambda share: progress(0.1 * share))
-    done.draw(
-        _train, sorted(networks, key=repr), lambda share: progress(0.1 + 0.1 * share)
-    )
-    done.add(_do, runs, lambda share: progress(0.2 + 0.6 * share))
-    if experiments:
+    for files, work, show in (
+        (loads, _draw, part(0.0, 0.1)),
+        (networks, _train, part(0.1, 0.2)),
+    ):
+        tasks = [(load, done.folder) for load in sorted(files, key=repr)]
+        run_tasks(work, tasks, lambda *_: None, jobs=jobs, progress=show)
+    done.add(_do, runs, part(0.2, 0.8))
+    experiments = []
+    if papers is None:
         traces = _experiment_traces(done.folder)
-        tasks = [(name, *traces) for name in experiments]
-        done.add(_experiment, tasks, lambda share: progress(0.8 + 0.2 * share))
+        tasks = [(name, *traces) for name in EXPERIMENTS]
+        done.add(_experiment, tasks, part(0.8, 1.0))
+        for task in tasks:
+            measured, models = done.results[_key(task)]
+            experiments.append(
+                Reproduction(EXPERIMENTS[task[0]], measured, models, EXPERIMENT_STEPS)
+            )
+    results = {spec: done.results[_key(spec)] for spec in runs}
+    outcomes = {spec: outcome for spec, (outcome, _) in results.items() if outcome}
 
-    results = {spec: done.of(run) for spec, run in actual.items()}
-    outcomes = {
-        spec: outcome for spec, (outcome, failure) in results.items() if outcome
-    }
-    answered = [
-        Answered(
-            question,
-            question.figure(outcomes),
-            {
-                name: ours
-                for name, others in again.items()
-                if question.record in others
-                and (ours := others[question.record].figure(outcomes)) is not None
-            },
-        )
-        for question in asked
-    ]
+    def figures(changed: Again, question: Question) -> dict[str, list[float]]:
+        """Of the same question of other runs, by what was changed; some may be
+        missing.
+        """
+        return {
+            name: [
+                figure
+                for other in of[question.record]
+                if (figure := other.figure(outcomes)) is not None
+            ]
+            for name, of in changed.items()
+            if question.record in of
+        }
+
     reproduced = Reproduced(
-        answered=answered,
+        answered=[
+            Answered(
+                question,
+                question.figure(outcomes),
+                {name: of[0] for name, of in figures(again, question).items() if of},
+                figures(texts, question),
+            )
+            for question in asked
+        ],
         outcomes=outcomes,
         failures={spec: failure for spec, (_, failure) in results.items() if failure},
-        experiments=[
-            Reproduction(EXPERIMENTS[name], measured, models, EXPERIMENT_STEPS)
-            for name, (measured, models) in zip(
-                experiments, map(done.of, tasks), strict=True
-            )
-        ],
-        recorded=[
-            (
-                Answered(question, question.figure(outcomes)),
-                {name: _figures(of, outcomes) for name, of in groups_of.items()},
-            )
-            for question, groups_of in texts
-        ],
-        machines=machines,
+        experiments=experiments,
         facts=[
             (
                 f"moesim {__version__}, commit {git_commit() or 'no checkout'},"
@@ -181,59 +167,37 @@ def reproduce_all(
                 f"{len(outcomes)} runs in {time.perf_counter() - begin_s:.0f} s, in"
                 f" {jobs} processes on {os.cpu_count()} cores"
             ),
-            f"machines: {machines}",
         ],
     )
     done.discard()
     return reproduced
 
 
-def _figures(
-    asked: Iterable[Question], outcomes: dict[RunSpec, Outcome]
-) -> list[float]:
-    figures = (question.figure(outcomes) for question in asked)
-    return [figure for figure in figures if figure is not None]
-
-
 class _Done:
-    """Results by task, and drawn traces, kept in a folder; those of another commit are
-    forgotten.
+    """Results by key of the task, and drawn traces, kept in a folder; those of another
+    commit are forgotten.
     """
 
     def __init__(self, out: Path, jobs: int) -> None:
         version = f"{__version__} {git_commit()}"
         self._journal = Journal(out / "reproduction.part.jsonl", version)
-        self._results: dict[str, Any] = dict(self._journal.lines)
         self._jobs = jobs
+        self.results: dict[str, Any] = dict(self._journal.lines)
         self.folder = out / "reproduction.part"
-        if not self._results:
+        if not self.results:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
-
-    def has(self, task: Any) -> bool:
-        """Whether a task's result is there."""
-        return _key(task) in self._results
-
-    def of(self, task: Any) -> Any:
-        """A task's result."""
-        return self._results[_key(task)]
-
-    def draw(
-        self, work: Callable[..., Any], tasks: Iterable[Any], progress: Progress
-    ) -> None:
-        """Let tasks write their files."""
-        inputs = [(task, self.folder) for task in sorted(tasks, key=repr)]
-        run_tasks(work, inputs, lambda *_: None, jobs=self._jobs, progress=progress)
 
     def add(
         self, work: Callable[..., Any], tasks: Iterable[Any], progress: Progress
     ) -> None:
         """Do the tasks that are not done yet."""
-        todo = [task for task in tasks if not self.has(task)]
+        todo = [task for task in tasks if _key(task) not in self.results]
 
         def collect(index: int, result: Any) -> None:
-            self._results[_key(todo[index])] = result
-            self._journal.add([_key(todo[index]), result])
+            key = _key(todo[index])
+            self.results[key] = result
+            self._journal.add([key, result])
 
         inputs = [(task, self.folder) for task in todo]
         run_tasks(work, inputs, collect, jobs=self._jobs, progress=progress)

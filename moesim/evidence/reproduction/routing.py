@@ -16,8 +16,14 @@ from moesim.base.errors import TraceError
 from moesim.base.files import ScratchFolder
 from moesim.base.text import unknown
 from moesim.evidence.reproduction import routing_figures
-from moesim.evidence.reproduction.questions import anchors, data, records, selected
-from moesim.evidence.reproduction.routing_figures import Excerpt, Table
+from moesim.evidence.reproduction.questions import (
+    anchors,
+    data,
+    filled,
+    records,
+    selected,
+)
+from moesim.evidence.reproduction.routing_figures import Excerpt, LacksError
 from moesim.policies.base import PolicyError
 from moesim.reporting.answers import Answer
 from moesim.reporting.parts import Listing
@@ -50,16 +56,16 @@ not tell in our terms.
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Published figures, and the function that computes the same on a trace.
+    """Published figures, and what computes the same on a trace.
 
     Attributes:
-        name: on the command line, and of the function in `routing_figures`.
+        name: on the command line.
         summary: one line.
-        rows: which published records it stands beside, and how their settings name a
-            row.
+        rows: which published records it stands beside, how their settings name a row,
+            and which function of `routing_figures` computes it.
         unit: of every figure, as in those records.
         needs: what a trace must have, in words.
-        computes: what the function does, in one or two sentences.
+        computes: what the functions do, in one or two sentences.
         caveats: where it departs from its source, and what is not known about the
             source.
     """
@@ -75,14 +81,37 @@ class Experiment:
     @property
     def keys(self) -> tuple[tuple[str, str, str], ...]:
         """Keys of the records that it stands beside."""
-        return tuple(dict.fromkeys(tuple(row["of"]) for row in self.rows))
+        return tuple(
+            dict.fromkeys(tuple(row["of"]) for row in self.rows if "of" in row)
+        )
 
     def row(self, record: Record) -> str | None:
         """The row of a record; None for one that it does not stand beside."""
         for row in self.rows:
-            if tuple(row["of"]) == record.key and selected(row, record):
+            if "of" in row and selected(row, record):
                 return str(row["row"]).format_map(record.setting)
         return None
+
+    def figures(self, excerpt: Excerpt) -> dict[str, float | str]:
+        """Row -> figure, or what the trace lacks."""
+        table: dict[str, float | str] = {}
+        for row in self.rows:
+            least, most = row.get("spare", (0, excerpt.sequences))
+            settings: list[dict[str, Any]] = [{}] * (least <= excerpt.sequences <= most)
+            if "of" in row:
+                settings = [each.setting for each in records() if selected(row, each)]
+            for setting in settings:
+                values = setting | {"sequences": excerpt.sequences}
+                label = str(row["row"]).format_map(values)
+                # Several models have it.
+                if label not in table:
+                    ((name, arguments),) = filled(row["figure"], values).items()
+                    compute = getattr(routing_figures, name)
+                    try:
+                        table[label] = compute(excerpt, **arguments)
+                    except LacksError as lack:
+                        table[label] = str(lack)
+        return table
 
     @property
     def published(self) -> dict[str, dict[str, float | str]]:
@@ -246,7 +275,6 @@ def reproduce(
     """
     if name not in EXPERIMENTS:
         raise PolicyError(unknown("experiment", name, EXPERIMENTS, "experiments"))
-    fill = getattr(routing_figures, name.replace("-", "_"))
     paths = traces_at_hand()
     if traces is not None:
         paths = [Path(trace) for trace in dict.fromkeys(traces)]
@@ -256,11 +284,10 @@ def reproduce(
         # Two traces may have one name in different folders.
         label = path.stem if stems.count(path.stem) == 1 else str(path)
         progress(label)
-        table = Table()
         with opened(path) as trace:
-            fill(Excerpt(trace, steps, seed), table)
+            figures = EXPERIMENTS[name].figures(Excerpt(trace, steps, seed))
             reproduction.models[label] = trace.shape.name
-        reproduction.measured[label] = table
+        reproduction.measured[label] = figures
     return reproduction
 
 

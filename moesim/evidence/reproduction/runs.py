@@ -57,8 +57,8 @@ class RunSpec:
         policy: a system or an assignment policy.
         machine: hardware profile.
         options: further options of `moesim.replay` and `moesim.sweep`, sorted.
-        warm: what the cache is filled from: other sequences of the workload, or their
-            ``decode`` steps alone; empty for none.
+        warm: what the cache is filled from: ``all`` steps of other sequences of the
+            workload, or their ``decode`` steps alone; empty for none.
         learned: whether a cache network is trained on those, for ``flashmoe``.
         modelled: sum the modelled makespans of all decode steps instead, with nothing
             resident (DALI, table 4).
@@ -81,7 +81,7 @@ class RunSpec:
         policy: str,
         machine: str,
         *,
-        warm: bool | str = False,
+        warm: str = "",
         learned: bool = False,
         modelled: bool = False,
         numbers: Mapping[str, float] | None = None,
@@ -94,7 +94,7 @@ class RunSpec:
             policy,
             machine,
             options=tuple(sorted(given.items())),
-            warm=warm if isinstance(warm, str) else "all" * warm,
+            warm=warm,
             learned=learned,
             modelled=modelled,
             numbers=tuple((numbers or {}).items()),

@@ -3,8 +3,7 @@
 The unit of repetition is a run, made anew: steps of one run share the machine's speed
 meanwhile and whatever disturbed it, so a hundred of them are not a hundred
 measurements. Two means may be proven closer than a margin (TOST, which a lack of data
-cannot pass, unlike a test for a difference); runs may scatter alike within themselves
-(Kolmogorov-Smirnov, by permuting whole runs); two policies have an order only where
+cannot pass, unlike a test for a difference); two policies have an order only where
 their repetitions show one (a paired t-test), and orders are compared by Kendall's tau.
 `tests/evidence/test_agreement.py` holds each to its level under drift and correlated
 errors.
@@ -23,19 +22,9 @@ if TYPE_CHECKING:
 
 LEVEL = 0.05
 """Chance of each decision to be wrong where it matters: to prove an equivalence that is
-not there, to order equal policies, to call one distribution two.
+not there, to order equal policies.
 """
-_PERMUTATIONS = 499
 _NO_SCATTER = 1e-12
-
-
-class Kolmogorov(NamedTuple):
-    """Largest distance between two empirical distribution functions, and its
-    p-value.
-    """
-
-    distance: float
-    p_value: float
 
 
 class Equivalence(NamedTuple):
@@ -44,48 +33,6 @@ class Equivalence(NamedTuple):
     ratio: float
     p_value: float
     equivalent: bool
-
-
-def same_scatter(
-    simulated: Sequence[np.ndarray], measured: Sequence[np.ndarray]
-) -> Kolmogorov:
-    """Test whether steps scatter alike within simulated and within measured runs.
-
-    Each run is taken relative to its own mean: by how much means differ is another
-    question (`equivalent`), and a machine's drift from run to run is no scatter of
-    steps. Under the hypothesis any of the runs may have been simulated, so the distance
-    is compared with those of permuted runs.
-
-    Args:
-        simulated: by replication, seconds of single steps; means over replications
-            scatter less than any run does.
-        measured: by repetition, seconds of the same steps.
-
-    Raises:
-        ValueError: no run of one of both.
-    """
-    if not len(simulated) or not len(measured):
-        raise ValueError("two samples are compared, found an empty one")
-    runs = [np.asarray(run, np.float64) for run in (*simulated, *measured)]
-    relative = np.concatenate([run / run.mean() for run in runs])
-    run_of = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
-    ascending = np.argsort(relative, kind="stable")
-    run_of = run_of[ascending]
-    # Between equal values no distribution function has a value of its own.
-    steps_up = np.append(np.diff(relative[ascending]) > 0, True)
-
-    # Seeded, so that the same measurements always give the same figure. The first row
-    # is what was observed.
-    rng = np.random.default_rng(0)
-    order = np.tile(np.arange(len(runs)), (1 + _PERMUTATIONS, 1))
-    order[1:] = rng.permuted(order[1:], axis=1)
-    first = (order < len(simulated))[:, run_of]
-    below_first = np.cumsum(first, axis=1) / first.sum(axis=1, keepdims=True)
-    below_second = np.cumsum(~first, axis=1) / (~first).sum(axis=1, keepdims=True)
-    apart = np.abs(below_first - below_second)[:, steps_up]
-    distances = apart.max(axis=1)
-    as_far = float(np.mean(distances >= distances[0] - 1e-12))
-    return Kolmogorov(float(distances[0]), as_far)
 
 
 def equivalent(

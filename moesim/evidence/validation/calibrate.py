@@ -18,12 +18,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.base.files import ScratchFolder
-from moesim.evidence.validation.drift import ReferenceRuns, with_reference_runs
+from moesim.evidence.validation.drift import ReferenceRuns
 from moesim.evidence.validation.paired_runs import (
     ROUTED,
     Design,
@@ -40,13 +40,13 @@ from moesim.evidence.validation.profile_checks import (
     PRESSURE,
     STOLEN,
     doubts_of,
+    save_trusted,
     wide_constants,
 )
 from moesim.hwprofiles.calibration.estimates import FitReport, undisturbed_medians
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun, profile_entries
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
-from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile, save_profile
-from moesim.hwprofiles.schema import ProfileError
+from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile
 from moesim.policies.systems import compose
 from moesim.runs.machine import experts_dtype, machine_profile
 from moesim.traces.timeline.metrics import summarise
@@ -71,19 +71,12 @@ _QUICK_PASSES = 3
 """How often all designed runs are run."""
 
 
-class FinishedRun(NamedTuple):
-    """A designed run that was really made, and what the whole machine lost
-    meanwhile.
-    """
-
-    shape: ModelShape
-    trial: Trial
-    timeline: Timeline
-    system: SystemShares
+MadeRun = tuple["ModelShape", "Trial", "Timeline"]
+"""A designed run that was really made."""
 
 
 def learn(
-    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+    runs: Sequence[MadeRun],
     base: HardwareProfile,
     *,
     date: str,
@@ -104,24 +97,23 @@ def learn(
             where it is not counted.
         pace: factor by which the machine took longer than usual, by run.
     """
-    designed = []
-    paces = [1.0] * len(runs) if pace is None else list(pace)
+    paces = [1.0] * len(runs) if pace is None else pace
     chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs), paces)
-    for (shape, trial, timeline), kept, slower in zip(
-        runs, chosen_steps, paces, strict=True
-    ):
-        designed.append(
-            DesignedRun(
-                timeline,
-                shape,
-                # Profiles know policies by name, whatever their parameters.
-                assignment=compose(trial.policy).assignment.partition(":")[0],
-                context_tokens=[step.context_tokens for step in trial.steps],
-                workers=base.workers,
-                kept=kept,
-                pace=slower,
-            )
+    designed = [
+        DesignedRun(
+            timeline,
+            shape,
+            # Profiles know policies by name, whatever their parameters.
+            assignment=compose(trial.policy).assignment.partition(":")[0],
+            context_tokens=[step.context_tokens for step in trial.steps],
+            workers=base.workers,
+            kept=kept,
+            pace=slower,
         )
+        for (shape, trial, timeline), kept, slower in zip(
+            runs, chosen_steps, paces, strict=True
+        )
+    ]
     calibration = fit(designed, date=date, seed=seed)
 
     # Distributions of operations in isolation are not those of runs, and their farthest
@@ -146,31 +138,36 @@ def disturbance_report(lost: np.ndarray) -> dict[str, float]:
     Args:
         lost: share of each step's or run's time, float64 [N].
     """
-    report = FitReport(
-        samples=len(lost),
-        held_out=int((lost > MOST_LOST).sum()),
-        residual_median=float(np.median(lost)),
-        residual_worst=float(np.max(lost)),
-    )
-    return report.as_table()
+    disturbed = int((lost > MOST_LOST).sum())
+    return FitReport.of(lost, len(lost))._replace(held_out=disturbed).as_table()
 
 
 def _system_reports(shares: Sequence[SystemShares]) -> dict[str, dict[str, float]]:
     """Report what the kernel counted of the whole machine, where it did."""
-    reports = {}
-    for name, counted in (
-        (STOLEN, [share.stolen for share in shares]),
-        (PRESSURE, [share.pressure for share in shares]),
-    ):
-        known = np.array(counted)
-        known = known[np.isfinite(known)]
-        if len(known):
-            reports[name] = disturbance_report(known)
-    return reports
+    counted = {
+        STOLEN: np.array([share.stolen for share in shares]),
+        PRESSURE: np.array([share.pressure for share in shares]),
+    }
+    return {
+        name: disturbance_report(known[np.isfinite(known)])
+        for name, known in counted.items()
+        if np.isfinite(known).any()
+    }
+
+
+def _repetitions(runs: Sequence[MadeRun]) -> list[list[int]]:
+    """Numbers of the runs of each trial.
+
+    By identity: two designs may be equal trials, and are repeated each for itself.
+    """
+    numbers: dict[tuple[str, int], list[int]] = {}
+    for number, (shape, trial, _) in enumerate(runs):
+        numbers.setdefault((shape.name, id(trial)), []).append(number)
+    return list(numbers.values())
 
 
 def _chosen_steps(
-    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+    runs: Sequence[MadeRun],
     stolen: Sequence[float],
     paces: Sequence[float],
 ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -180,15 +177,9 @@ def _chosen_steps(
         Bool [steps] by run, and the share of time that each chosen step lost to others,
         float64 [all steps].
     """
-    # By identity: two designs may be equal trials, and are repeated each for itself.
-    repetitions: dict[tuple[str, int], list[int]] = {}
-    for number, (shape, trial, _) in enumerate(runs):
-        key = (shape.name, id(trial))
-        repetitions.setdefault(key, []).append(number)
-
     chosen: list[np.ndarray] = [np.empty(0)] * len(runs)
     lost_by_step = []
-    for numbers in repetitions.values():
+    for numbers in _repetitions(runs):
         timelines = [runs[number][2] for number in numbers]
         seconds = np.array([step_lengths(timeline) for timeline in timelines])
         lost = np.array(
@@ -198,11 +189,10 @@ def _chosen_steps(
             ]
         )
         # No thread sees what is stolen; it is known of the whole run only.
-        stolen_of = np.array([stolen[number] for number in numbers])
-        lost += np.nan_to_num(stolen_of)[:, None]
+        lost += np.nan_to_num(np.asarray(stolen)[numbers])[:, None]
         # By length at the same pace, or those of one time would be chosen throughout.
-        pace_of = np.array([paces[number] for number in numbers])
-        best = undisturbed_medians(seconds / pace_of[:, None], lost)
+        pace = np.asarray(paces)[numbers]
+        best = undisturbed_medians(seconds / pace[:, None], lost)
         lost_by_step.append(lost[best, np.arange(len(best))])
         for repetition, number in enumerate(numbers):
             chosen[number] = best == repetition
@@ -299,14 +289,7 @@ def calibrate(
             f" ({chosen_dtype}); load average {load:.1f} when it began"
         ),
     )
-    doubts = doubts_of(profile)
-    if doubts and not force:
-        raise ProfileError(
-            f"{target}: not written, as its predictions cannot be trusted:"
-            f" {'; '.join(doubts)}; calibrate again while nothing else runs, or write"
-            " it all the same with --force"
-        )
-    save_profile(profile, target)
+    save_trusted(profile, target, doubts_of(profile), "calibrate again", force=force)
     report_progress("done", 1.0)
     return profile
 
@@ -343,7 +326,8 @@ class _Passes:
         self._date = date
         self._evidence = SystemEvidence()
         self._reference = reference
-        self.runs: list[FinishedRun] = []
+        self.runs: list[MadeRun] = []
+        self._system: list[SystemShares] = []
         self.passes = 0
         self.pass_s = 0.0
 
@@ -360,8 +344,8 @@ class _Passes:
             self._reference.run_if_due()
             self._evidence.shares()
             timeline = runner.run(design.trial, self._base, seed=self._seed)
-            system = self._evidence.shares()
-            self.runs.append(FinishedRun(shape, design.trial, timeline, system))
+            self._system.append(self._evidence.shares())
+            self.runs.append((shape, design.trial, timeline))
         self.passes += 1
         self.pass_s = time.monotonic() - begin_s
 
@@ -373,9 +357,8 @@ class _Passes:
 
     def learn(self, name: str, **known: Any) -> HardwareProfile:
         """Put what the runs show into a profile; `known` as in `learn`."""
-        trials = self._trials()
         return learn(
-            trials, self._base, date=self._date, name=name, seed=self._seed, **known
+            self.runs, self._base, date=self._date, name=name, seed=self._seed, **known
         )
 
     def profile(self, target: Path) -> HardwareProfile:
@@ -383,21 +366,25 @@ class _Passes:
         # No fit may learn costs from the reference runs, only when the machine was
         # slower.
         pace = self._reference.pace()
-        stolen = [run.system.stolen for run in self.runs]
+        stolen = [system.stolen for system in self._system]
         profile = self.learn(target.stem, stolen=stolen, pace=pace.tolist())
-        profile = with_reference_runs(profile, self._reference.quantities(self._date))
+        tpot_s = np.array([_tpot_s(timeline) for _, _, timeline in self.runs])
+        tpot_s = tpot_s.reshape(self.passes, -1)
+        # Every other pass went backwards.
+        tpot_s[1::2] = tpot_s[1::2, ::-1]
+        profile = replace(
+            profile,
+            numbers={**profile.numbers, **self._reference.quantities(self._date)},
+            where=target.name,
+        )
         fit = {
             **profile.fit,
-            **_stability(_tpot_by_pass(self.runs, self.passes)),
-            **_system_reports([run.system for run in self.runs]),
+            **_stability(tpot_s),
+            **_system_reports(self._system),
             PACE: disturbance_report(np.abs(pace - 1.0)),
+            PREDICTIONS: prediction_errors(self.runs, profile),
         }
-        profile = replace(profile, fit=fit, where=target.name)
-        fit = {**fit, PREDICTIONS: prediction_errors(self._trials(), profile)}
         return replace(profile, fit=fit)
-
-    def _trials(self) -> list[tuple[ModelShape, Trial, Timeline]]:
-        return [(run.shape, run.trial, run.timeline) for run in self.runs]
 
 
 def is_enough(
@@ -429,28 +416,19 @@ def is_enough(
 
 
 def prediction_errors(
-    runs: Sequence[tuple[ModelShape, Trial, Timeline]], profile: HardwareProfile
+    runs: Sequence[MadeRun], profile: HardwareProfile
 ) -> dict[str, float]:
     """Report by how much predictions of runs with a profile miss the runs.
 
     Every design is predicted once, and compared with the median of its repetitions.
     """
-    measured: dict[tuple[str, int], list[int]] = {}
-    for number, (shape, trial, _) in enumerate(runs):
-        measured.setdefault((shape.name, id(trial)), []).append(number)
     errors = []
-    for numbers in measured.values():
+    for numbers in _repetitions(runs):
         shape, trial, _ = runs[numbers[0]]
-        seconds = [_tpot_s(runs[number][2]) for number in numbers]
+        measured_s = np.median([_tpot_s(runs[number][2]) for number in numbers])
         predicted_s = _tpot_s(simulate(trial, shape, profile, noise_seed=0))
-        errors.append(abs(predicted_s / float(np.median(seconds)) - 1.0))
-    report = FitReport(
-        samples=len(runs),
-        held_out=len(errors),
-        residual_median=float(np.median(errors)),
-        residual_worst=float(np.max(errors)),
-    )
-    return report.as_table()
+        errors.append(abs(predicted_s / float(measured_s) - 1.0))
+    return FitReport.of(errors, len(runs)).as_table()
 
 
 def shape_of(spec: str, dtype: str = "float32") -> ModelShape:
@@ -462,15 +440,6 @@ def shape_of(spec: str, dtype: str = "float32") -> ModelShape:
 
 def _tpot_s(timeline: Timeline) -> float:
     return float(summarise(timeline)["tpot_s"])
-
-
-def _tpot_by_pass(runs: Sequence[FinishedRun], passes: int) -> np.ndarray:
-    """Seconds per output token of each designed run, float64 [passes, runs]."""
-    seconds = [_tpot_s(run.timeline) for run in runs]
-    tpot_s = np.array(seconds).reshape(passes, -1)
-    # Every other pass went backwards.
-    tpot_s[1::2] = tpot_s[1::2, ::-1]
-    return tpot_s
 
 
 def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
@@ -488,19 +457,9 @@ def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
         tpot_s[first] / tpot_s[second] - 1.0
         for first, second in combinations(range(count), 2)
     ]
-    apart = np.abs(np.concatenate(relative))
     # The median over runs: a machine's drift hits all of them, a disturbance one.
     moved = abs(float(np.median(tpot_s[-1] / tpot_s[0])) - 1.0)
-    noise = FitReport(
-        samples=tpot_s.size,
-        held_out=len(apart),
-        residual_median=float(np.median(apart)),
-        residual_worst=float(np.max(apart)),
-    )
-    drift = FitReport(
-        samples=tpot_s.size,
-        held_out=tpot_s.shape[1],
-        residual_median=moved,
-        residual_worst=moved,
-    )
-    return {"noise_floor": noise.as_table(), "drift": drift.as_table()}
+    return {
+        "noise_floor": FitReport.of(np.abs(relative).ravel(), tpot_s.size).as_table(),
+        "drift": FitReport(tpot_s.size, tpot_s.shape[1], moved, moved).as_table(),
+    }

@@ -12,7 +12,6 @@ lanes as they are.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -200,13 +199,6 @@ def nearest_run(shape: ModelShape, dtype: str, *, ssd: bool) -> str:
 
     tier = "ssd" if ssd else "memory"
     return tier + min(SHAPES, key=distance)
-
-
-def with_reference_runs(
-    profile: HardwareProfile, quantities: Mapping[str, Quantity]
-) -> HardwareProfile:
-    """Keep reference runs in the profile that was calibrated beside them."""
-    return replace(profile, numbers={**profile.numbers, **quantities})
 
 
 def _quantity(steps_s: np.ndarray, date: str) -> Quantity:

@@ -313,15 +313,12 @@ class _Grid:
             run = nearest_run(shape, self._dtype, ssd=has_ssd)
             cell.drift = drift(self._profile, now, run)
         left_out = self.left_out()
-        noise = self._profile.fit.get("noise_floor", {})
         config = self._made_with | {
             "date": _utc("%Y-%m-%d %H:%M UTC", self._began_s),
             "seconds": round(time.time() - self._began_s),
             "load_before": round(self._load, 2),
             "load_after": round(os.getloadavg()[0], 2),
             "system": platform.platform(),
-            "reference_s": {path: number.value for path, number in now.items()},
-            "profile_noise_floor": noise.get("residual_median"),
             "left_out": left_out,
         }
         cells = [planned.cell for planned in self.cells if planned.cell.is_known]
@@ -420,21 +417,14 @@ class _Grid:
         ]
         timelines = drawn or [means]
 
-        replications = [_figures(timeline) for timeline in timelines]
-        cell.predicted = _averaged(replications)
-        cell.predicted["hits_by_means"] = _figures(means)["hits"]
+        cell.predicted = _averaged([_figures(timeline) for timeline in timelines])
         cell.means_tpot_s = summarise(means)["tpot_s"]
-        cell.replications_s = [
-            figures["tpot_s"] for figures in replications if figures["tpot_s"]
-        ]
         by_term = [terms_by_step(timeline) for timeline in timelines]
         for term in TERMS:
             mean_s = np.mean([seconds[term] for seconds in by_term], axis=0)
             cell.predicted_terms_s[term] = mean_s.tolist()
         steps_s = [step_seconds(timeline) for timeline in timelines]
         cell.predicted_steps_s = np.mean(steps_s, axis=0).tolist()
-        if drawn:
-            cell.replication_steps_s = [seconds.tolist() for seconds in steps_s]
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:

@@ -8,22 +8,24 @@ that predicts them worse is not written.
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import replace
-from math import hypot, log
+from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import pandas as pd
 
 from moesim.base.errors import TraceError
-from moesim.base.inputs import load_json, read_text
+from moesim.base.inputs import read_json
 from moesim.evidence.validation.calibrate import disturbance_report, learn
-from moesim.evidence.validation.paired_runs import Trial, step_lengths
+from moesim.evidence.validation.paired_runs import Trial, replayed, step_lengths
 from moesim.evidence.validation.profile_checks import (
     DISTURBED,
     MOST_LOST,
     doubts_of,
     is_calibrated,
+    save_trusted,
 )
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
@@ -39,27 +41,22 @@ from moesim.hwprofiles.calibration.observations import (
     RunSpans,
     add_gaps,
 )
-from moesim.hwprofiles.costs import Costs
-from moesim.hwprofiles.dense_costs import DenseCosts, dense_reference
 from moesim.hwprofiles.lanes import COMPUTE_KINDS
-from moesim.hwprofiles.profile import PREDICTIONS, load_profile, save_profile
-from moesim.hwprofiles.roofline import MeasuredPart, expert_table
-from moesim.hwprofiles.schema import Curve, ProfileError, Quantity, ReferenceExpert
+from moesim.hwprofiles.profile import PREDICTIONS, load_profile
+from moesim.hwprofiles.schema import Curve, ProfileError, Quantity
 from moesim.runs.config import MeasuredConfig
 from moesim.runs.config_file import load_config
 from moesim.runs.measured import PROFILE_FILE, columns_of
 from moesim.runs.setup import Setup, trace_of
-from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose
-from moesim.traces.format.schema import ModelShape
+from moesim.traces.format.schema import ModelShape  # noqa: TC001 - pydantic reads it
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.operations import OperationTable, lost_shares
 from moesim.traces.timeline.spans import COMPUTE, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from moesim.hwprofiles.calibration.observations import LayerStepTimes
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.traces.format.batch import RoutedStep
 
@@ -146,13 +143,7 @@ def learn_from(
 
     report_progress("comparing with predictions", 0.5)
     learned = learn_runs(runs, base, name=target.stem, seed=seed)
-    if learned.doubts and not force:
-        raise ProfileError(
-            f"{target}: not written, as its predictions cannot be trusted:"
-            f" {'; '.join(learned.doubts)}; make other runs while nothing else runs, or"
-            " write it all the same with --force"
-        )
-    save_profile(learned.profile, target)
+    save_trusted(learned.profile, target, learned.doubts, "make runs", force=force)
     report_progress("done", 1.0)
     return learned
 
@@ -276,13 +267,15 @@ MOST_REMEMBERED: Final = 4
 """Old measurements count as at most so many times the new ones: machines change, so new
 ones weigh at least a fifth.
 """
-_FADES: Final = log(2.0)
-"""Beyond the tokens that were seen, a factor has faded at twice or half as many."""
+_FADES: Final = log(8.0)
+"""Beyond the tokens that were seen, a factor has faded at eight times as many, or an
+eighth.
+"""
 _SOURCE: Final = "improved by real runs"
 
 
 def refined(
-    profile: HardwareProfile, factors: Mapping[Part, Sequence[Factor]], date: str
+    profile: HardwareProfile, factors: Mapping[str, Sequence[Factor]], date: str
 ) -> HardwareProfile:
     """Move a calibrated profile towards what runs showed.
 
@@ -293,20 +286,22 @@ def refined(
     """
     numbers = dict(profile.numbers)
     curves = dict(profile.curves)
+    control = {JOIN: paths.JOIN, FIRST_OPERATION: paths.FIRST_OPERATION}
     for part, of_part in factors.items():
-        if part.shape is not None:
-            placed = replace(profile, curves=curves)
-            curves |= _size_curves(placed, part.name, part.shape, of_part, date)
+        if part in _BY_TOKENS:
+            # Both sizes alike: a size between them moves by as much.
+            for small in (False, True):
+                path = paths.points(part, small=small)
+                if path in curves:
+                    curves[path] = _improved(curves[path], of_part, date)
             continue
         (only,) = of_part
-        if part.name.startswith(PLANNING):
-            policy = part.name.removeprefix(PLANNING)
+        if part.startswith(PLANNING):
+            policy = part.removeprefix(PLANNING)
             numbers |= _planning(numbers, policy, only, date)
             continue
-        control = {JOIN: paths.JOIN, FIRST_OPERATION: paths.FIRST_OPERATION}
-        constants = control.get(part.name) or paths.link(part.name)
-        numbers |= _scaled(numbers, constants, only, date)
-        path = paths.points(part.name)
+        numbers |= _scaled(numbers, control.get(part) or paths.link(part), only, date)
+        path = paths.points(part)
         if path in curves:
             by = _towards(curves[path], only)
             curves[path] = _moved(curves[path], by, only.samples, date)
@@ -376,126 +371,28 @@ def _planning(
     return _scaled(named, constants, factor, date)
 
 
-def _size_curves(
-    profile: HardwareProfile,
-    part: str,
-    shape: ModelShape,
-    factors: Sequence[Factor],
-    date: str,
-) -> dict[str, Curve]:
-    """Curves over tokens with that of a model's size among them, by path."""
-    reference = _reference(part, shape)
-    calibrated = {
-        small: measured
-        for small in (False, True)
-        if (measured := MeasuredPart.of(profile, part, small=small)) is not None
-    }
-    if not calibrated:
-        return {}
-    nearest = min(
-        calibrated, key=lambda small: _distance(calibrated[small].reference, reference)
-    )
-    old = calibrated[nearest]
-    known = _size(old.reference) == _size(reference)
-    if known:
-        curve = _improved(old.curve, factors, date)
-    else:
-        predicted = _predicted(profile, part, shape, old.curve, factors)
-        curve = _improved(replace(predicted, reference=reference), factors, date)
-
-    places = {small: measured.curve for small, measured in calibrated.items()}
-    if known or len(places) == 2:
-        places[nearest] = curve
-    elif reference.bytes < old.reference.bytes:
-        places[True] = curve
-    else:
-        places = {True: old.curve, False: curve}
-    return {paths.points(part, small=small): each for small, each in places.items()}
-
-
 def _improved(curve: Curve, factors: Sequence[Factor], date: str) -> Curve:
     """Move each point by the factor of its tokens: between two that were seen by both.
-
-    Beyond them a size that was calibrated stays as it is; any other follows the nearer
-    factor.
+    Beyond them it stays as it was calibrated.
     """
     seen_at = [log(factor.tokens) for factor in factors]
-    logs = [log(_towards(curve, factor)) for factor in factors]
-    if curve.samples:
-        seen_at = [seen_at[0] - _FADES, *seen_at, seen_at[-1] + _FADES]
-        logs = [0.0, *logs, 0.0]
+    seen_at = [seen_at[0] - _FADES, *seen_at, seen_at[-1] + _FADES]
+    logs = [0.0, *(log(_towards(curve, factor)) for factor in factors), 0.0]
     by = np.exp(np.interp(np.log(curve.at), seen_at, logs))
     return _moved(curve, by, min(factor.samples for factor in factors), date)
-
-
-def _predicted(
-    profile: HardwareProfile,
-    part: str,
-    shape: ModelShape,
-    nearest: Curve,
-    factors: Sequence[Factor],
-) -> Curve:
-    """The curve of a size that was not calibrated, as the profile predicts it; nothing
-    of it is measured yet.
-    """
-    at = sorted({*nearest.at, *(round(factor.tokens, 3) for factor in factors)})
-    tokens = np.array(at)
-    if part in (paths.DENSE, paths.HEAD):
-        head = part == paths.HEAD
-        seconds = DenseCosts(profile, shape).reference_s(tokens, head=head)
-    else:
-        length = int(tokens.max()) + 2
-        table = expert_table(profile, shape, part, shape.max_expert_bytes, length)
-        seconds = np.interp(tokens, np.arange(length), table)
-    return replace(
-        nearest,
-        at=tuple(at),
-        seconds=tuple(seconds.tolist()),
-        source="real runs over what was calibrated with another size",
-        samples=0,
-        spread=tuple(np.zeros(len(at)).tolist()),
-    )
-
-
-def _reference(part: str, shape: ModelShape) -> ReferenceExpert:
-    if part in (paths.DENSE, paths.HEAD):
-        return dense_reference(shape, head=part == paths.HEAD)
-    return ReferenceExpert(
-        hidden=shape.hidden,
-        intermediate=shape.expert_intermediate,
-        bytes=shape.max_expert_bytes,
-        dtype=shape.dtype,
-    )
-
-
-def _size(reference: ReferenceExpert) -> tuple[int, int, int]:
-    return reference.hidden, reference.intermediate, reference.bytes
-
-
-def _distance(first: ReferenceExpert, second: ReferenceExpert) -> float:
-    # Ratios: twice as large is as far away as half as large.
-    return hypot(
-        log(first.hidden / second.hidden),
-        log(max(first.bytes, 1) / max(second.bytes, 1)),
-    )
 
 
 JOIN: Final = "join"
 FIRST_OPERATION: Final = "first operation"
 PLANNING: Final = "planning of "
-"""Parts without a lane of their own; a policy's name follows `PLANNING`."""
+"""Parts without a lane of their own; a policy's name follows `PLANNING`. The others
+are called as lanes, or as parts of a model, are.
+"""
+_BY_TOKENS: Final = (*(kind.name for kind in COMPUTE_KINDS), paths.DENSE, paths.HEAD)
+"""Parts whose costs are curves over tokens."""
 
 _PER_DOUBLING: Final = 4
 """Groups of operations by tokens: so many to a doubling."""
-
-
-class Part(NamedTuple):
-    """Which cost an operation has: that of a lane's kind, ``dense``, ``head``, or one
-    of the parts above; and of which model, where its size matters.
-    """
-
-    name: str
-    shape: ModelShape | None = None
 
 
 class Factor(NamedTuple):
@@ -506,13 +403,6 @@ class Factor(NamedTuple):
     tokens: float
     factor: float
     samples: int
-
-
-class _Samples(NamedTuple):
-    """Operations of one part: tokens and seconds, each float64 [N]."""
-
-    tokens: np.ndarray
-    seconds: np.ndarray
 
 
 def simulated(
@@ -526,15 +416,7 @@ def simulated(
         profile: predicts.
         noise_seed: of drawn operation times; the means when None.
     """
-    setup = run.setup
-    costs = Costs(profile, setup.shape, pageable=setup.system.pageable)
-    timeline = Timeline(profile.lanes)
-    replay = Replay(
-        profile, setup.planner(), timeline, noise_seed=noise_seed, costs=costs
-    )
-    replay.run(run.steps)
-    timeline.close()
-    return timeline
+    return replayed(run.setup, run.steps, profile, noise_seed=noise_seed)
 
 
 def lost_of_steps(run: FinishedRun) -> np.ndarray:
@@ -545,7 +427,7 @@ def lost_of_steps(run: FinishedRun) -> np.ndarray:
 
 def factors_of(
     runs: Sequence[FinishedRun], profile: HardwareProfile
-) -> dict[Part, list[Factor]]:
+) -> dict[str, list[Factor]]:
     """Compare runs with what a profile predicts of them.
 
     Args:
@@ -556,58 +438,44 @@ def factors_of(
         By part, by ascending tokens; what was seen less often than a point of a curve
         needs is left out.
     """
-    measured: dict[Part, list[_Samples]] = {}
-    predicted: dict[Part, list[_Samples]] = {}
+    measured, predicted = [], []
     for run in runs:
         kept = lost_of_steps(run) <= MOST_LOST
         # Where every step was disturbed there is nothing better to be had.
         kept = kept if kept.any() else np.ones_like(kept)
-        for timeline, samples_of in (
-            (run.timeline, measured),
-            (simulated(run, profile), predicted),
-        ):
-            for part, samples in _parts(run, timeline, kept):
-                samples_of.setdefault(part, []).append(samples)
-
-    factors = {}
-    for part, of_runs in measured.items():
-        joined = _joined(of_runs)
-        of_part = list(_factors(joined, _joined(predicted.get(part, []))))
-        if of_part:
-            factors[part] = of_part
+        measured.append(_operations(run, run.timeline, kept))
+        predicted.append(_operations(run, simulated(run, profile), kept))
+    both = _groups(measured).join(_groups(predicted).add_suffix("_then"))
+    both = both[(both["samples"] >= LEAST_SAMPLES) & (both["seconds_then"] > 0)]
+    factors: dict[str, list[Factor]] = {}
+    every: Iterable[Any] = both.reset_index().itertuples()
+    for row in every:
+        factor = Factor(row.tokens, row.seconds / row.seconds_then, row.samples)
+        factors.setdefault(row.part, []).append(factor)
     return factors
 
 
-def _factors(measured: _Samples, predicted: _Samples) -> Iterator[Factor]:
-    groups = _groups(measured.tokens)
-    predicted_groups = _groups(predicted.tokens)
-    for group in np.unique(groups):
-        seconds = measured.seconds[groups == group]
-        predicted_s = clipped_mean(predicted.seconds[predicted_groups == group])
-        if len(seconds) < LEAST_SAMPLES or not predicted_s:
-            continue
-        yield Factor(
-            tokens=float(measured.tokens[groups == group].mean()),
-            factor=clipped_mean(seconds) / predicted_s,
-            samples=len(seconds),
-        )
+def _groups(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Mean tokens and seconds of operations of one part and of about as many tokens,
+    ascending.
+    """
+    table = pd.concat(tables)
+    doublings = np.log2(np.maximum(table["tokens"], 0.5))
+    table["group"] = np.round(_PER_DOUBLING * doublings)
+    return table.groupby(["part", "group"]).agg(
+        tokens=("tokens", "mean"),
+        seconds=("seconds", lambda column: clipped_mean(column.to_numpy())),
+        samples=("seconds", "size"),
+    )
 
 
-def _groups(tokens: np.ndarray) -> np.ndarray:
-    """Number groups of about as many tokens, int64 [N]."""
-    return np.round(_PER_DOUBLING * np.log2(np.maximum(tokens, 0.5))).astype(np.int64)
-
-
-def _parts(
-    run: FinishedRun, timeline: Timeline, kept: np.ndarray
-) -> Iterator[tuple[Part, _Samples]]:
-    """Cut a run, or a simulation of it, into its parts."""
-    shape = run.setup.shape
+def _operations(run: FinishedRun, timeline: Timeline, kept: np.ndarray) -> pd.DataFrame:
+    """Part, tokens and seconds of all operations of a run, or of a simulation of it."""
     policy = run.setup.system.assignment.partition(":")[0]
     spans = RunSpans(
         DesignedRun(
             timeline,
-            shape,
+            run.setup.shape,
             assignment=policy,
             context_tokens=[step.context_tokens for step in run.steps],
             workers=run.setup.profile.workers,
@@ -616,44 +484,29 @@ def _parts(
         shape_number=0,
         number=0,
     )
-    for lane_kind in COMPUTE_KINDS:
-        products = spans.operations(lane_kind, (COMPUTE,))
-        yield Part(lane_kind.name, shape), _samples(products.seconds, products.sizes)
-    for lane_kind, span_kinds in SPAN_KINDS.items():
-        moves = spans.operations(lane_kind, span_kinds)
-        yield Part(lane_kind.name), _samples(moves.seconds)
-    yield Part(PLANNING + policy), _samples(spans.planning().seconds)
-
-    dense = spans.dense_parts()
-    heads = dense.layer < 0
-    for name, chosen, amount in (
-        (paths.DENSE, ~heads, "tokens"),
-        (paths.HEAD, heads, "sequences"),
-    ):
-        tokens = spans.of_steps(amount)[dense.step[chosen]]
-        yield Part(name, shape), _samples(dense.seconds[chosen], tokens)
-
     gaps = Gaps()
     add_gaps(spans, gaps)
-    yield Part(FIRST_OPERATION), _samples(_gap_seconds(gaps.first))
-    yield Part(JOIN), _samples(_gap_seconds(gaps.join))
-
-
-def _samples(seconds: np.ndarray, tokens: np.ndarray | None = None) -> _Samples:
-    if tokens is None:
-        tokens = np.zeros(len(seconds))
-    return _Samples(tokens.astype(np.float64), seconds)
-
-
-def _gap_seconds(tables: Sequence[LayerStepTimes]) -> np.ndarray:
-    return np.concatenate([table.seconds for table in tables] or [np.zeros(0)])
-
-
-def _joined(parts: Sequence[_Samples]) -> _Samples:
-    if not parts:
-        return _Samples(np.zeros(0), np.zeros(0))
-    columns = zip(*parts, strict=True)
-    return _Samples(*(np.concatenate(column) for column in columns))
+    tables: list[tuple[str, Any, np.ndarray]]
+    tables = [(FIRST_OPERATION, 0.0, table.seconds) for table in gaps.first]
+    tables += [(JOIN, 0.0, table.seconds) for table in gaps.join]
+    tables.append((PLANNING + policy, 0.0, spans.planning().seconds))
+    for lane_kind, span_kinds in SPAN_KINDS.items():
+        moves = spans.operations(lane_kind, span_kinds)
+        tables.append((lane_kind.name, 0.0, moves.seconds))
+    for lane_kind in COMPUTE_KINDS:
+        products = spans.operations(lane_kind, (COMPUTE,))
+        tables.append((lane_kind.name, products.sizes, products.seconds))
+    dense = spans.dense_parts()
+    for name, chosen, amount in (
+        (paths.DENSE, dense.layer >= 0, "tokens"),
+        (paths.HEAD, dense.layer < 0, "sequences"),
+    ):
+        tokens = spans.of_steps(amount)[dense.step[chosen]]
+        tables.append((name, tokens, dense.seconds[chosen]))
+    return pd.concat(
+        pd.DataFrame({"part": part, "tokens": tokens, "seconds": seconds})
+        for part, tokens, seconds in tables
+    )
 
 
 # -- finished real runs, read back from their folders ----------------------------------
@@ -675,6 +528,18 @@ class FinishedRun(NamedTuple):
     timeline: Timeline
 
 
+@dataclass
+class _RunConfig:
+    model_shape: ModelShape
+
+
+@dataclass
+class _Figures:
+    """What is read here of a run's ``run.json``."""
+
+    config: _RunConfig
+
+
 def load_run(folder: str | Path) -> FinishedRun:
     """Read a real run back.
 
@@ -691,11 +556,17 @@ def load_run(folder: str | Path) -> FinishedRun:
     timeline = Timeline.load(folder)
     timeline.operations = operations
     file = folder / "run.json"
-    facts = _facts(file)
+    figures = read_json(
+        file,
+        _Figures,
+        error=TraceError,
+        expected="the figures of a real run",
+        way_out="run again with --out",
+    )
+    shape = figures.config.model_shape
     profile = load_profile(folder / PROFILE_FILE)
     # Its own profile stands beside it, wherever the run once found it.
     config = load_config(file, MeasuredConfig).replaced(hw=profile, hw_digest=None)
-    shape = _shape(file, facts)
     if config.model is not None:
         setup = Setup(config, shape, profile, config.system)
         return FinishedRun(folder.name, setup, _decided_steps(folder), timeline)
@@ -709,30 +580,6 @@ def load_run(folder: str | Path) -> FinishedRun:
         columns=columns_of(trace, setup.policies()),
     )
     return FinishedRun(folder.name, setup, list(steps), timeline)
-
-
-def _facts(file: Path) -> dict[str, Any]:
-    try:
-        facts = load_json(read_text(file))["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(
-            f"{file}: expected the figures of a real run, found {error}; run again with"
-            " --out"
-        ) from None
-    return dict(facts)
-
-
-def _shape(file: Path, facts: dict[str, Any]) -> ModelShape:
-    """Sizes of the run's experts."""
-    values = facts.get("model_shape")
-    if not isinstance(values, dict):
-        raise TraceError(
-            f"{file}: expected model_shape, which real runs note; run again with --out"
-        )
-    lists = {
-        name: tuple(value) for name, value in values.items() if isinstance(value, list)
-    }
-    return ModelShape(**{**values, **lists})
 
 
 def _decided_steps(folder: Path) -> list[RoutedStep]:

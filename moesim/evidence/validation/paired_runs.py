@@ -76,11 +76,25 @@ def simulate(
         PolicyError: a policy that needs the future or an artefact, or an impossible
             memory.
     """
-    costs = Costs(profile, shape)
-    planner = _setup(trial, shape, profile, seed).planner()
+    setup = _setup(trial, shape, profile, seed)
+    return replayed(setup, trial.steps, profile, noise_seed=noise_seed)
+
+
+def replayed(
+    setup: Setup,
+    steps: Sequence[RoutedStep],
+    profile: HardwareProfile,
+    *,
+    noise_seed: int | None = None,
+) -> Timeline:
+    """Replay forward passes as a profile predicts them; decisions are made with the
+    costs that the run's own policies see.
+    """
+    costs = Costs(profile, setup.shape, pageable=setup.system.pageable)
     timeline = Timeline(profile.lanes)
+    planner = setup.planner()
     replay = Replay(profile, planner, timeline, noise_seed=noise_seed, costs=costs)
-    replay.run(trial.steps)
+    replay.run(steps)
     timeline.close()
     return timeline
 

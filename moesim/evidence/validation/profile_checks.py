@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from moesim.base.host_limits import available_cores
 from moesim.evidence.validation.paired_runs import designs, simulate
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.profile import PREDICTIONS
+from moesim.hwprofiles.profile import PREDICTIONS, save_profile
+from moesim.hwprofiles.schema import ProfileError
 from moesim.traces.timeline.metrics import summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
 
     from moesim.evidence.validation.paired_runs import Trial
     from moesim.hwprofiles.profile import HardwareProfile
@@ -83,6 +85,28 @@ def doubts_of(profile: HardwareProfile) -> list[str]:
             percent = f"{100 * missed:.0f} %"
             doubts.append(f"{words.format(percent)} (at most {100 * most:.0f} %)")
     return doubts
+
+
+def save_trusted(
+    profile: HardwareProfile,
+    target: Path,
+    doubts: Sequence[str],
+    way_out: str,
+    *,
+    force: bool,
+) -> None:
+    """Write a profile unless there are doubts; with `force` all the same.
+
+    Raises:
+        ProfileError: there are some; it begins its way out with `way_out`.
+    """
+    if doubts and not force:
+        raise ProfileError(
+            f"{target}: not written, as its predictions cannot be trusted:"
+            f" {'; '.join(doubts)}; {way_out} while nothing else runs, or write it all"
+            " the same with --force"
+        )
+    save_profile(profile, target)
 
 
 def machine_differences(profile: HardwareProfile) -> list[str]:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from moesim.base.files import write_text
@@ -23,23 +22,37 @@ if TYPE_CHECKING:
 def validation_answer(result: dict[str, Any]) -> Answer:
     """Say how far simulated times are from measured ones, and where."""
     config = result["config"]
-    # Files of earlier versions name none.
-    digests = config.get("traces", {})
-    traces = [trace_words(name, digest) for name, digest in digests.items()]
+    traces = [trace_words(name, digest) for name, digest in config["traces"].items()]
     median = _percent(result["tpot_error_median"])
     worst = _percent(result["tpot_error_max"])
     noise = _percent(result["noise_floor"])
     # Six columns name a cell, more than a screen can repeat beside the others: a number
     # leads every block of columns instead.
-    rows = [[str(n), *row] for n, row in enumerate(cell_rows(result), start=1)]
-    cells = Listing.of(["cell", *CELL_HEADS], rows, title="Every cell", note=_LEGEND)
-    shared = Listing.of(SHARED_HEADS, shared_rows(result), title=_SHARED_TITLE)
-    terms = Listing.of(list(result["terms"]), [_term_row(result)], title=_TERMS_TITLE)
+    cells = Listing.of(
+        ["cell", *CELL_HEADS],
+        [[str(n), *row] for n, row in enumerate(cell_rows(result), start=1)],
+        title="Every cell",
+        note="Errors are predicted over measured, minus one. measured: median over"
+        " repetitions, step by step. noise: by how much that median would differ if it"
+        " were measured anew. equivalent: paired steps, two one-sided tests, margin 5"
+        " %. hits: equal, or why they need not be.",
+    )
+    shared = Listing.of(
+        ("coordinate", "cells", "median", "worst", "signed median", "TTFT, median"),
+        shared_rows(result),
+        title="TPOT errors of cells that share a coordinate",
+    )
+    terms = Listing.of(
+        list(result["terms"]),
+        [list(map(_percent, result["terms"].values()))],
+        title="Predicted minus measured by term: share of the measured run, median of"
+        " absolute values",
+    )
     return Answer(
         question="simulated against measured",
         subject=config["machine"],
         setting=[("measured", setting(result))],
-        facts=[(name, value) for name, value in facts(result)],
+        facts=facts(result),
         tables=[cells, shared, terms],
         sentences=[
             (
@@ -54,70 +67,25 @@ def validation_answer(result: dict[str, Any]) -> Answer:
     )
 
 
-def load(path: str | Path) -> dict[str, Any]:
-    """Read what `save` wrote as ``validation.json``.
-
-    Raises:
-        ProfileError: it is no such file.
-    """
-    # pydantic takes a tenth of a second, and few commands read such a file.
-    from moesim.evidence.validation.saved import read_result  # noqa: PLC0415 - as said above
-
-    return read_result(Path(path))
-
-
 def save(
     result: dict[str, Any], folder: str | Path, command: str | None = None
 ) -> list[Path]:
     """Write ``validation.json``, ``validation.md`` and ``validation.html``; return
     their paths.
     """
-    from moesim.evidence.validation.saved import sealed  # noqa: PLC0415 - as said above
-
     answer = validation_answer(result)
     answer.command = command
     folder = Path(folder)
     # Figures of other kinds can be drawn later, from the JSON file.
-    write_text(folder / "validation.json", json.dumps(sealed(result), indent=1))
+    write_text(folder / "validation.json", json.dumps(result, indent=1))
     write_text(folder / "validation.md", answer.markdown())
     page = answer.write(folder / "validation.html")
     return [folder / "validation.json", folder / "validation.md", page]
 
 
 CELL_HEADS = (
-    "trace",
-    "shape",
-    "policy",
-    "cache",
-    "host",
-    "batch",
-    "TPOT measured",
-    "predicted",
-    "error",
-    "noise",
-    "p95 error",
-    "TTFT error",
-    "hits",
-    "equivalent",
-)
-SHARED_HEADS = (
-    "coordinate",
-    "cells",
-    "median",
-    "worst",
-    "signed median",
-    "TTFT, median",
-)
-_LEGEND = (
-    "Errors are predicted over measured, minus one. measured: median over repetitions,"
-    " step by step. noise: by how much that median would differ if it were measured"
-    " anew. equivalent: paired steps, two one-sided tests, margin 5 %. hits: equal,"
-    " or why they need not be."
-)
-_SHARED_TITLE = "TPOT errors of cells that share a coordinate"
-_TERMS_TITLE = (
-    "Predicted minus measured by term: share of the measured run, median of absolute"
-    " values"
+    *("trace", "shape", "policy", "cache", "host", "batch", "TPOT measured"),
+    *("predicted", "error", "noise", "p95 error", "TTFT error", "hits", "equivalent"),
 )
 
 
@@ -133,113 +101,84 @@ def setting(result: dict[str, Any]) -> str:
     )
 
 
-def facts(result: dict[str, Any]) -> list[list[str]]:
-    """The summary: names and values, one figure per row."""
+def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary: names and words of each figure."""
+    hits = f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)"
+    at_speed = result["at_speed"]
+    same_work = result["same_work"]
     over_noise = result["error_over_noise"]
-    verdict = result.get("verdict")
-    return [
-        *([["verdict", verdict]] if verdict else []),
-        ["TPOT error, median of cells", _percent(result["tpot_error_median"])],
-        ["TPOT error, worst cell", _percent(result["tpot_error_max"])],
-        [
-            "TPOT error, signed median",
-            _signed_percent(result["tpot_error_signed_median"]),
-        ],
-        ["TTFT error, median", _percent(result["ttft_error_median"])],
-        *_drift_facts(result),
-        ["order of policies, Kendall's tau", _plain(result["kendall_tau"])],
-        [
+    over_noise = NO_VALUE if over_noise is None else f"{over_noise:.1f}"
+    rows = [
+        ("TPOT error, median of cells", _percent(result["tpot_error_median"])),
+        ("TPOT error, worst cell", _percent(result["tpot_error_max"])),
+        ("TPOT error, signed median", _signed(result["tpot_error_signed_median"])),
+        ("TTFT error, median", _percent(result["ttft_error_median"])),
+    ]
+    if result.get("verdict"):
+        rows.insert(0, ("verdict", result["verdict"]))
+    if at_speed["tpot_error_median"] is not None:
+        rows += [
+            (f"{_SLOWER} by", _drifts(result)),
+            (f"TPOT {_AT_SPEED}, median", _percent(at_speed["tpot_error_median"])),
+            (f"TPOT {_AT_SPEED}, worst cell", _percent(at_speed["tpot_error_max"])),
+            (f"TTFT {_AT_SPEED}, median", _percent(at_speed["ttft_error_median"])),
+        ]
+    rows += [
+        ("order of policies, Kendall's tau", _plain(result["kendall_tau"])),
+        (
             "tau of two measurements with each other",
             _plain(result["kendall_tau_repeated"]),
-        ],
-        [
-            "hits equal where timing decides nothing",
-            f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)",
-        ],
-        [
+        ),
+        ("hits equal where timing decides nothing", hits),
+        (
             "noise floor: measured again, TPOT would differ by",
             _percent(result["noise_floor"]),
-        ],
-        ["single repetitions differ by", _percent(result["repetitions_differ"])],
-        [
+        ),
+        ("single repetitions differ by", _percent(result["repetitions_differ"])),
+        (
             "cells whose error is below their own noise",
             _percent(result["below_noise_share"]),
-        ],
-        [
-            "median error over noise floor",
-            NO_VALUE if over_noise is None else f"{over_noise:.1f}",
-        ],
-        ["cells equivalent within 5 %", _percent(result["tost_pass_share"])],
-        ["term that differs most", str(result["largest_term"])],
-        *_part_facts(result),
-        *_same_work_facts(result),
+        ),
+        ("median error over noise floor", over_noise),
+        ("cells equivalent within 5 %", _percent(result["tost_pass_share"])),
+        ("term that differs most", str(result["largest_term"])),
     ]
-
-
-def _part_facts(result: dict[str, Any]) -> list[list[str]]:
-    """Errors of the parts of the grid that mean something; empty parts are left out."""
-    parts = {
-        "sizes that were calibrated": result["calibrated"],
-        "sizes held out": result["held_out"],
-        "with the SSD tier": result["ssd"],
-    }
-    rows = []
-    for name, part in parts.items():
-        if not part["count"]:
-            continue
-        median = _percent(part["tpot_error_median"])
-        worst = _percent(part["tpot_error_max"])
-        rows.append(
-            [
-                f"TPOT error, {name} ({part['count']} cells)",
-                f"median {median}, worst {worst}",
-            ]
-        )
+    # Parts of the grid that mean something, where it has any of them.
+    for name, part in (
+        ("sizes that were calibrated", result["calibrated"]),
+        ("sizes held out", result["held_out"]),
+        ("with the SSD tier", result["ssd"]),
+    ):
+        if part["count"]:
+            label = f"TPOT error, {name} ({part['count']} cells)"
+            rows.append((label, _both(part, "tpot_error")))
+    if same_work["count"]:
+        # No prediction can be nearer.
+        label = f"{_SAME_WORK} ({same_work['count']} pairs)"
+        rows.append((label, _both(same_work, "tpot_differs")))
     return rows
 
 
-def _same_work_facts(result: dict[str, Any]) -> list[list[str]]:
-    """By how much cells differ that do the same work: no prediction can be nearer."""
-    pairs = result["same_work"]
-    if not pairs["count"]:
-        return []
-    median = _percent(pairs["tpot_differs_median"])
-    worst = _percent(pairs["tpot_differs_max"])
-    return [
-        [
-            (
-                "cells that do the same work differ from each other"
-                f" ({pairs['count']} pairs)"
-            ),
-            f"median {median}, worst {worst}",
-        ]
-    ]
+_SLOWER = "reference runs took longer than when it was calibrated"
+_AT_SPEED = "error without that drift"
+_SAME_WORK = "cells that do the same work differ from each other"
 
 
-def _drift_facts(result: dict[str, Any]) -> list[list[str]]:
-    """The machine's drift since the calibration, and the errors without it; nothing
-    where it is unknown.
+def _drifts(result: dict[str, Any]) -> str:
+    """The machine's drift since the calibration, by term; cells with the same reference
+    runs share it.
     """
-    part = result["at_speed"]
-    if part["tpot_error_median"] is None:
-        return []
-    # Cells with the same reference runs have the same drift, which is told once.
     drifts = dict.fromkeys(
-        ", ".join(
-            f"{name} {_signed_percent(value)}" for name, value in cell["drift"].items()
-        )
+        ", ".join(f"{name} {_signed(value)}" for name, value in cell["drift"].items())
         for cell in result["cells"]
-        if cell.get("drift") is not None
+        if cell["drift"] is not None
     )
-    return [
-        [
-            "reference runs took longer than when it was calibrated by",
-            "; ".join(drifts),
-        ],
-        ["TPOT error without that drift, median", _percent(part["tpot_error_median"])],
-        ["TPOT error without that drift, worst cell", _percent(part["tpot_error_max"])],
-        ["TTFT error without that drift, median", _percent(part["ttft_error_median"])],
-    ]
+    return "; ".join(drifts)
+
+
+def _both(part: dict[str, Any], name: str) -> str:
+    median = _percent(part[f"{name}_median"])
+    return f"median {median}, worst {_percent(part[f'{name}_max'])}"
 
 
 def shared_rows(result: dict[str, Any]) -> list[list[str]]:
@@ -250,7 +189,7 @@ def shared_rows(result: dict[str, Any]) -> list[list[str]]:
             str(part["count"]),
             _percent(part["tpot_error_median"]),
             _percent(part["tpot_error_max"]),
-            _signed_percent(part["tpot_error_signed_median"]),
+            _signed(part["tpot_error_signed_median"]),
             _percent(part["ttft_error_median"]),
         ]
         for key, parts in result["by"].items()
@@ -262,35 +201,32 @@ def shared_rows(result: dict[str, Any]) -> list[list[str]]:
 
 def cell_rows(result: dict[str, Any]) -> list[list[str]]:
     """A row for each cell of the grid, as `CELL_HEADS` names its columns."""
-    return [_cell_row(cell) for cell in result["cells"]]
-
-
-def _cell_row(cell: dict[str, Any]) -> list[str]:
-    tost = cell["tost"]
-    hits = "equal"
-    if not cell["hits_equal"]:
-        # Where timing decides what is resident, hits may differ.
-        hits = "DIFFERENT" if cell["timing_free"] else "timing"
     return [
-        cell["trace"].removesuffix(".parquet"),
-        cell["shape"],
-        cell["policy"],
-        f"{cell['cache_ratio']:g}",
-        f"{cell['host_ratio']:g}",
-        str(cell["batch"]),
-        _ms(cell["tpot_measured_s"]),
-        _ms(cell["predicted"]["tpot_s"]),
-        _signed_percent(cell["tpot_error"]),
-        _percent(cell["noise_floor"]),
-        _signed_percent(cell["tpot_p95_error"]),
-        _signed_percent(cell["ttft_error"]),
-        hits,
-        NO_VALUE if tost is None else _yes(tost["equivalent"]),
+        [
+            cell["trace"].removesuffix(".parquet"),
+            cell["shape"],
+            cell["policy"],
+            f"{cell['cache_ratio']:g}",
+            f"{cell['host_ratio']:g}",
+            str(cell["batch"]),
+            _ms(cell["tpot_measured_s"]),
+            _ms(cell["predicted"]["tpot_s"]),
+            _signed(cell["tpot_error"]),
+            _percent(cell["noise_floor"]),
+            _signed(cell["tpot_p95_error"]),
+            _signed(cell["ttft_error"]),
+            _hits(cell),
+            _yes(cell["tost"] and cell["tost"]["equivalent"]),
+        ]
+        for cell in result["cells"]
     ]
 
 
-def _term_row(result: dict[str, Any]) -> list[str]:
-    return [_percent(value) for value in result["terms"].values()]
+def _hits(cell: dict[str, Any]) -> str:
+    if cell["hits_equal"]:
+        return "equal"
+    # Where timing decides what is resident, hits may differ.
+    return "DIFFERENT" if cell["timing_free"] else "timing"
 
 
 # Reports compare cells with each other, so all of them show one decimal, unlike
@@ -301,12 +237,12 @@ def _percent(share: float | None) -> str:
     return NO_VALUE if share is None else f"{100 * share:.1f} %"
 
 
-def _signed_percent(share: float | None) -> str:
+def _signed(share: float | None) -> str:
     return NO_VALUE if share is None else f"{100 * share:+.1f} %"
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
+def _ms(seconds: float | None) -> str:
+    return NO_VALUE if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
 def _plain(value: float | None) -> str:
@@ -314,25 +250,34 @@ def _plain(value: float | None) -> str:
 
 
 def _yes(value: bool | None) -> str:
-    if value is None:
-        return NO_VALUE
-    return "yes" if value else "no"
+    return NO_VALUE if value is None else "yes" if value else "no"
+
+
+# -- figures ---------------------------------------------------------------------------
+
+
+def _frame(result: dict[str, Any]) -> pd.DataFrame:
+    """A row for each cell; without a decode step it has no error, and stands at
+    zero.
+    """
+    frame = pd.DataFrame(result["cells"])
+    predicted_s = pd.Series([each["tpot_s"] for each in frame["predicted"]])
+    return frame.assign(
+        measured=1e3 * frame["tpot_measured_s"].astype(float),
+        predicted=1e3 * predicted_s.astype(float),
+        error=frame["tpot_error"].astype(float).fillna(0.0),
+    )
 
 
 def parity(result: dict[str, Any]) -> Figure:
     """Predicted against measured TPOT, one point per cell, by policy."""
-    rows = pd.DataFrame(
-        [
-            (
-                cell["policy"],
-                1e3 * cell["tpot_measured_s"],
-                1e3 * cell["predicted"]["tpot_s"],
-                f"{cell['shape']}, cache {cell['cache_ratio']}, batch {cell['batch']}",
-            )
-            for cell in result["cells"]
-        ],
-        columns=["policy", "measured", "predicted", "cell"],
-    )
+    frame = _frame(result)
+    place = frame[["shape", "cache_ratio", "batch"]].astype(str)
+    frame["cell"] = [
+        f"{shape}, cache {ratio}, batch {batch}"
+        for shape, ratio, batch in place.itertuples(index=False)
+    ]
+    rows = frame[["policy", "measured", "predicted", "cell"]]
     # Without a decode step there is no time, and no place on such an axis.
     rows = rows[(rows["measured"] > 0) & (rows["predicted"] > 0)]
     ends = rows[["measured", "predicted"]].to_numpy()
@@ -358,18 +303,11 @@ def parity(result: dict[str, Any]) -> Figure:
 
 def cell_errors(result: dict[str, Any]) -> Figure:
     """Error of each cell, sorted, with the noise of its measurement."""
-    # A cell without decode steps has no error; it stands at zero.
-    cells = sorted(result["cells"], key=lambda cell: cell["tpot_error"] or 0.0)
-    rows = pd.DataFrame(
-        {
-            "cell": range(len(cells)),
-            "error": [cell["tpot_error"] or 0.0 for cell in cells],
-            "noise": [cell["noise_floor"] for cell in cells],
-            "policy": [cell["policy"] for cell in cells],
-        }
-    )
-    rows = rows.assign(
-        low=rows["error"] - rows["noise"], high=rows["error"] + rows["noise"]
+    rows = _frame(result).sort_values("error", kind="stable", ignore_index=True)
+    rows = rows[["policy", "error"]].assign(
+        cell=rows.index,
+        low=rows["error"] - rows["noise_floor"],
+        high=rows["error"] + rows["noise_floor"],
     )
     return Figure(
         rows,
@@ -385,16 +323,11 @@ def cell_errors(result: dict[str, Any]) -> Figure:
 
 def token_errors(result: dict[str, Any]) -> Figure:
     """Distribution of the errors of single tokens, by policy."""
-    rows = []
-    for policy in _policies(result):
-        of_policy = [
-            cell["step_errors"] for cell in result["cells"] if cell["policy"] == policy
-        ]
-        errors = np.concatenate(of_policy) if of_policy else np.zeros(0)
-        if len(errors):
-            low, middle, high = np.percentile(errors, (5, 50, 95)).tolist()
-            rows.append((policy, low, middle, high))
-    frame = pd.DataFrame(rows, columns=["policy", "low", "error", "high"])
+    single = _frame(result)[["policy", "step_errors"]].explode("step_errors").dropna()
+    errors = single["step_errors"].astype(float).groupby(single["policy"], sort=False)
+    ends = {"low": 0.05, "error": 0.5, "high": 0.95}
+    quantiles = {name: errors.quantile(share) for name, share in ends.items()}
+    frame = pd.DataFrame(quantiles).reset_index()
     return Figure(
         frame,
         Axis("error", "error of one token", "+.0%"),
@@ -409,20 +342,9 @@ def token_errors(result: dict[str, Any]) -> Figure:
 
 def term_errors(result: dict[str, Any]) -> Figure:
     """Which term of the model differs, by policy."""
-    rows = [
-        (
-            policy,
-            term,
-            float(
-                np.median(
-                    [c["terms"][term] for c in result["cells"] if c["policy"] == policy]
-                )
-            ),
-        )
-        for policy in _policies(result)
-        for term in result["terms"]
-    ]
-    frame = pd.DataFrame(rows, columns=["policy", "term", "share"])
+    cells = [{"policy": cell["policy"]} | cell["terms"] for cell in result["cells"]]
+    medians = pd.DataFrame(cells).groupby("policy", sort=False).median()
+    frame = medians.reset_index().melt("policy", var_name="term", value_name="share")
     return Figure(
         frame,
         Axis("share", "predicted minus measured, of the run", "+.0%"),
@@ -441,8 +363,3 @@ FIGURES: tuple[Callable[[dict[str, Any]], Figure], ...] = (
     term_errors,
 )
 """The functions that describe the figures of a validation."""
-
-
-def _policies(result: dict[str, Any]) -> list[str]:
-    """Policies in the order of the grid."""
-    return list(dict.fromkeys(cell["policy"] for cell in result["cells"]))

@@ -14,7 +14,6 @@ import pandas as pd
 
 from moesim.evidence.validation import agreement
 from moesim.evidence.validation.time_breakdown import TERMS
-from moesim.hwprofiles.schema import ProfileError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,10 +37,8 @@ HIT_COUNTS = ("hits", "delayed_hits", "misses")
 
 _PREDICTED = (
     "predicted",
-    "replications_s",
     "means_tpot_s",
     "predicted_steps_s",
-    "replication_steps_s",
     "predicted_terms_s",
 )
 """Fields of a cell that one simulation fills."""
@@ -71,7 +68,6 @@ class Cell:
         measured: figures of each repetition; see `FIGURES`, with ``busy_s`` and
             ``bytes`` by lane and ``terms``.
         predicted: figures of the simulation, mean over replications.
-        replications_s: TPOT of each replication.
         means_tpot_s: TPOT of the simulation with mean operation times.
         steps_s: measured seconds of each step after the first, by repetition.
         predicted_steps_s: the same, predicted, mean over replications.
@@ -80,7 +76,6 @@ class Cell:
         drift: by term, by how much longer the reference run that is most like this cell
             took meanwhile than when the profile was calibrated; None where that is
             unknown.
-        replication_steps_s: as `predicted_steps_s`, by replication.
     """
 
     coordinates: Coordinates
@@ -88,13 +83,11 @@ class Cell:
     extrapolated: bool
     measured: list[dict[str, Any]] = field(default_factory=list)
     predicted: dict[str, Any] = field(default_factory=dict)
-    replications_s: list[float] = field(default_factory=list)
     means_tpot_s: float | None = None
     steps_s: list[list[float]] = field(default_factory=list)
     predicted_steps_s: list[float] = field(default_factory=list)
     predicted_terms_s: dict[str, list[float]] = field(default_factory=dict)
     drift: dict[str, float] | None = None
-    replication_steps_s: list[list[float]] = field(default_factory=list)
 
     @property
     def is_known(self) -> bool:
@@ -209,9 +202,6 @@ class Cell:
         """Return everything, with the comparisons."""
         steps_s = self.steps_measured_s()
         step_errors = np.asarray(self.predicted_steps_s) / steps_s - 1.0
-        interval = None
-        if self.replications_s:
-            interval = [min(self.replications_s), max(self.replications_s)]
         return {
             **self.coordinates._asdict(),
             "timing_free": self.timing_free,
@@ -219,7 +209,6 @@ class Cell:
             "measured": self.measured,
             "tpot_measured_s": self.measured_value("tpot_s"),
             "predicted": self.predicted,
-            "predicted_tpot_interval_s": interval,
             "means_tpot_s": self.means_tpot_s,
             "tpot_error": self.error("tpot_s"),
             "tpot_p50_error": self.error("tpot_p50_s"),
@@ -233,33 +222,25 @@ class Cell:
             "noise_floor": self.noise_floor(),
             "repetitions_differ": self.repetition_difference(),
             "hits_equal": self.hits_equal(),
-            **self._tests_of_steps(),
+            "tost": self._equivalence(),
             "terms": self.term_errors(),
         }
 
-    def _tests_of_steps(self) -> dict[str, Any]:
-        """Compare prediction and repetitions; None without two of these, or without
-        steps after the first.
+    def _equivalence(self) -> dict[str, Any] | None:
+        """Whether the prediction is equivalent to the repetitions; None without two of
+        these, or without steps after the first.
         """
-        runs_s = [np.asarray(steps_s) for steps_s in self.steps_s]
-        if len(runs_s) < 2 or not len(runs_s[0]):
-            return {"tost": None, "ks": None}
-        same_means = agreement.equivalent(
+        if len(self.steps_s) < 2 or not self.steps_s[0]:
+            return None
+        return agreement.equivalent(
             float(np.mean(self.predicted_steps_s)),
-            [float(run_s.mean()) for run_s in runs_s],
+            np.mean(self.steps_s, axis=1),
             margin=MARGIN,
-        )
-        same_scatter = None
-        if len(self.replication_steps_s) > 1 and len(runs_s[0]) > 1:
-            simulated_s = [np.asarray(steps_s) for steps_s in self.replication_steps_s]
-            same_scatter = agreement.same_scatter(simulated_s, runs_s)._asdict()
-        return {"tost": same_means._asdict(), "ks": same_scatter}
+        )._asdict()
 
 
 AT_SPEED = "_at_speed"
 """Ends the keys of errors without the machine's drift."""
-
-JsonCell = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -281,40 +262,6 @@ class Validation:
         }
 
 
-def joined(result: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """Sum up a validation together with an earlier one by the same profile.
-
-    Args:
-        result, earlier: as `Validation.to_json` made them.
-
-    Raises:
-        ProfileError: they were predicted by different profiles.
-    """
-    earlier_digest = earlier["config"]["hw_digest"]
-    digest = result["config"]["hw_digest"]
-    if earlier_digest != digest:
-        raise ProfileError(
-            f"the earlier validation is by another profile: expected digest {digest},"
-            f" found {earlier_digest}"
-        )
-
-    cells = earlier["cells"] + result["cells"]
-    seconds = earlier["config"]["seconds"] + result["config"]["seconds"]
-    config = {
-        **result["config"],
-        "seconds": seconds,
-        "earlier": earlier["config"],
-    }
-    # Both note the same things about the machine; each is worth one line.
-    warnings = dict.fromkeys(earlier["warnings"] + result["warnings"])
-    return {
-        **summary(cells),
-        "cells": cells,
-        "config": config,
-        "warnings": list(warnings),
-    }
-
-
 _ERRORS = ("tpot_error", "ttft_error", "tpot_p95_error")
 _COLUMNS = (
     *Coordinates._fields,
@@ -323,10 +270,10 @@ _COLUMNS = (
     *_ERRORS,
     *(f"{error}{AT_SPEED}" for error in _ERRORS),
 )
-"""What the summary reads of a cell; files of earlier versions lack some."""
+"""What the summary reads of a cell."""
 
 
-def summary(cells: Sequence[JsonCell]) -> dict[str, Any]:
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return figures over all cells; `held_out` and `calibrated` are those of sizes
     that calibration had not, and had.
     """
@@ -342,6 +289,7 @@ def summary(cells: Sequence[JsonCell]) -> dict[str, Any]:
     # A single repetition has no noise floor, which is not a floor of zero.
     repeated = frame[frame["measured"].map(len) > 1]
     floor = _known(repeated["noise_floor"].median()) or 0.0
+    over_noise = (errors["tpot_error_median"] or 0.0) / floor if floor else None
     known = repeated[repeated["tpot_error"].notna()]
     # An error below the floor may be the measurement's as well as the model's.
     below = known["tpot_error"].astype(float).abs() < known["noise_floor"].astype(float)
@@ -355,14 +303,10 @@ def summary(cells: Sequence[JsonCell]) -> dict[str, Any]:
         "noise_floor_max": _known(frame["noise_floor"].max()),
         "repetitions_differ": _known(frame["repetitions_differ"].median()),
         "below_noise_share": _known(below.mean()),
-        "error_over_noise": (errors["tpot_error_median"] or 0.0) / floor
-        if floor
-        else None,
-        "tost_pass_share": _known(np.mean(tests)) if tests else None,
+        "error_over_noise": over_noise,
+        "tost_pass_share": _known(pd.Series(tests, dtype=float).mean()),
         "terms": terms,
-        "largest_term": max(TERMS, key=lambda term: terms[term] or 0.0)
-        if cells
-        else None,
+        "largest_term": max(TERMS, key=lambda term: terms[term] or 0.0),
         "at_speed": errors_of(frame, AT_SPEED),
         "held_out": errors_of(frame[extrapolated]),
         "calibrated": errors_of(frame[~extrapolated]),
@@ -389,7 +333,7 @@ def _order_of_policies(frame: pd.DataFrame) -> dict[str, Any]:
             [run["tpot_s"] for run in measured if run["tpot_s"]]
             for measured in group["measured"]
         ]
-        # Files of two validations may differ in how often they repeated.
+        # A time limit may have ended the last pass half way.
         count = min(map(len, runs))
         repetitions = [seconds[:count] for seconds in runs]
         predicted_s = [predicted["tpot_s"] for predicted in group["predicted"]]
