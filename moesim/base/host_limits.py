@@ -11,6 +11,7 @@ memory.limit_in_bytes).
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_GROUPS: Final = Path("/proc/self/cgroup")
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+
+
+def load_average() -> float:
+    """Return the load of the last minute, 0 where the system does not count it."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def processor() -> str:
+    """Name the CPU as the kernel does."""
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    # Not every architecture's kernel writes a model name.
+    return platform.processor() or platform.machine()
 
 
 def available_cores() -> int:

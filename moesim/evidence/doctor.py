@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime as dt
+import platform
 import tempfile
 import textwrap
 import time
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from moesim.base import host_checks
+from moesim.base.host_checks import Finding, fails, holds, limited
 from moesim.base.version import __version__
 from moesim.hwprofiles.profile import HardwareProfile, load_profile
 from moesim.reporting.tables import screen
@@ -18,13 +22,16 @@ from moesim.runs.machine import this_machine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from moesim.runtime.doctor import Finding
-
 
 # -- diagnosis -------------------------------------------------------------------------
 # The doctor: what this machine has, and what of it works, in less than a minute.
 
 _WORDS: Final = {"ok": "ok", "limited": "limited", "fails": "FAILS"}
+
+NO_TORCH: Final = limited(
+    "not installed: moesim simulates, and neither records nor runs models",
+    "pip install 'moesim[runtime]'",
+)
 
 
 @dataclass(frozen=True)
@@ -100,24 +107,30 @@ def diagnose(
             None.
         progress: called with the next check's name and the share that is done.
     """
-    from moesim.runtime import doctor as system  # noqa: PLC0415 - torch
-    from moesim.runtime.measure.profile import versions  # noqa: PLC0415 - torch
-
-    folder = _existing(disk or Path(tempfile.gettempdir()))
-    diagnosis = Diagnosis(versions())
     steps: dict[str, Callable[[], Finding | Iterable[tuple[str, Finding]]]] = {
-        "compiled": system.check_extensions,
-        "torch": system.check_torch,
-        "page-locked memory": system.check_page_lock,
-        "memory": system.check_memory,
-        "shared memory": system.check_shared_memory,
-        "cores": system.check_cores,
-        "huge pages": system.check_huge_pages,
-        # The rest find several things each.
-        "disk": lambda: system.check_disk(folder),
-        "lanes": system.check_lanes,
-        "runs": check_runs,
+        "compiled": host_checks.check_extensions,
+        "memory": host_checks.check_memory,
+        "shared memory": host_checks.check_shared_memory,
+        "cores": host_checks.check_cores,
+        "huge pages": host_checks.check_huge_pages,
     }
+    if find_spec("torch") is None:
+        diagnosis = Diagnosis({"python": platform.python_version()})
+        steps["torch"] = lambda: NO_TORCH
+    else:
+        from moesim.runtime import doctor as system  # noqa: PLC0415 - torch
+        from moesim.runtime.measure.profile import versions  # noqa: PLC0415 - torch
+
+        folder = _existing(disk or Path(tempfile.gettempdir()))
+        diagnosis = Diagnosis(versions())
+        steps |= {
+            "torch": system.check_torch,
+            "page-locked memory": system.check_page_lock,
+            # The rest find several things each.
+            "disk": lambda: system.check_disk(folder),
+            "lanes": system.check_lanes,
+            "runs": check_runs,
+        }
     for number, (name, check) in enumerate(steps.items()):
         if progress is not None:
             progress(name, number / len(steps))
@@ -131,8 +144,6 @@ def _checked(
     name: str, check: Callable[[], Finding | Iterable[tuple[str, Finding]]]
 ) -> Iterable[Checked]:
     """Make a check; whatever it raises is what it found."""
-    from moesim.runtime.doctor import Finding, fails  # noqa: PLC0415 - torch
-
     begin_s = time.perf_counter()
     try:
         answer = check()
@@ -193,11 +204,7 @@ def check_runs() -> Iterable[tuple[str, Finding]]:
     """Run the shipped model and trace for real: exact output, the same plans from the
     same views, and copies beside products.
     """
-    from moesim.runtime.doctor import (  # noqa: PLC0415 - torch
-        ONE_CORE,
-        fails,
-        holds,
-    )
+    from moesim.runtime.doctor import ONE_CORE  # noqa: PLC0415 - torch
 
     profile = rough_profile()
     with tempfile.TemporaryDirectory() as folder:
@@ -291,8 +298,6 @@ def _parity(profile: HardwareProfile, folder: Path) -> tuple[Any, str]:
 
 def _overlap(run: Any) -> Finding:
     """How much of the copies' and reads' time something was computed."""
-    from moesim.runtime.doctor import holds, limited  # noqa: PLC0415 - torch
-
     spans = run.timeline.frame()
     spans = spans[spans["end_s"] >= spans["start_s"]]
     busy = spans[spans["kind"].isin(["compute", "dense"])]

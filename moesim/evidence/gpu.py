@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from moesim.base.host_checks import Finding
     from moesim.runtime.accelerators import Accelerator
-    from moesim.runtime.doctor import Finding
 
 MINUTES: Final = 8.0
 RESULTS: Final = "results.json"

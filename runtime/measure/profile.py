@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from moesim.base.host_limits import available_cores, total_memory_bytes
+from moesim.base.host_limits import (
+    available_cores,
+    load_average,
+    processor,
+    total_memory_bytes,
+)
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.hwprofiles.schema import Quantity
 from moesim.runtime.accelerators import accelerator_here
@@ -54,23 +59,6 @@ if TYPE_CHECKING:
 
     from moesim.runtime.accelerators import Accelerator
     from moesim.traces.format.schema import ModelShape
-
-_CPU_INFO: Final = Path("/proc/cpuinfo")
-
-
-def load_average() -> float:
-    """Return the load of the last minute, 0 where the system does not count it."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
-
-def processor() -> str:
-    """Name the CPU as the kernel does."""
-    if _CPU_INFO.exists():
-        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    # Not every architecture's kernel writes a model name.
-    return platform.processor() or platform.machine()
 
 
 def accelerator_name() -> str:

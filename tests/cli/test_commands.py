@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.processes import output_of
 
+from moesim.base.host_checks import Finding
 from moesim.evidence.doctor import Checked, Diagnosis
-from moesim.runtime.doctor import Finding
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 80

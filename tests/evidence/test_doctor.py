@@ -6,12 +6,13 @@ import os
 import pytest
 from support.real_machine import host_profile
 
+from moesim.base import host_checks
 from moesim.base.errors import RuntimeFault
+from moesim.base.host_checks import fails, holds, limited
 from moesim.evidence import doctor
 from moesim.evidence import doctor as runs
 from moesim.runtime import doctor as lanes
 from moesim.runtime import doctor as system
-from moesim.runtime.doctor import fails, holds, limited
 from moesim.runtime.store import sources as direct_io
 
 
@@ -24,16 +25,24 @@ def test_graphics_that_torch_does_not_find_fail_with_a_way_out(monkeypatch):
     assert system.check_torch([]).verdict == "ok"
 
 
+def test_without_torch_the_rest_is_told(monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    told = {check.name: check.finding for check in doctor.diagnose().checks}
+    assert told["torch"].way_out == "pip install 'moesim[runtime]'"
+    assert {"compiled", "memory", "cores"} < told.keys()
+    assert not {"disk", "lanes"} & told.keys()
+
+
 @pytest.mark.parametrize(
     ("why", "way_out"),
     [("nothing was compiled", "C compiler"), ("MOESIM_PLAIN is set", "unset")],
 )
 def test_what_runs_uncompiled_is_a_limit_with_a_way_out(why, way_out):
-    found = system.check_extensions(("plain", why))
+    found = host_checks.check_extensions(("plain", why))
     assert found.verdict == "limited"
     assert why in found.outcome
     assert way_out in found.way_out
-    assert system.check_extensions(("compiled", "")).verdict == "ok"
+    assert host_checks.check_extensions(("compiled", "")).verdict == "ok"
 
 
 class Card:
@@ -59,15 +68,17 @@ def test_memory_that_cannot_be_page_locked_fails(monkeypatch):
 
 
 def test_without_shared_memory_sweeps_take_one_process(monkeypatch, tmp_path):
-    found = system.check_shared_memory(tmp_path / "shm")
+    found = host_checks.check_shared_memory(tmp_path / "shm")
     assert (found.verdict, "--jobs 1" in found.way_out) == ("limited", True)
 
     class NoSemaphores:
         def Semaphore(self):  # noqa: N802 - the library's name
             raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(system.multiprocessing, "get_context", lambda _: NoSemaphores())
-    found = system.check_shared_memory()
+    monkeypatch.setattr(
+        host_checks.multiprocessing, "get_context", lambda _: NoSemaphores()
+    )
+    found = host_checks.check_shared_memory()
     assert found.verdict == "limited"
     assert "No such file" in found.outcome
 
@@ -98,8 +109,8 @@ def test_a_folder_that_cannot_be_written_is_a_finding(tmp_path):
 
 
 def test_one_core_overlaps_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: {0})
-    found = system.check_cores(tmp_path, tmp_path)
+    monkeypatch.setattr(host_checks.os, "sched_getaffinity", lambda _: {0})
+    found = host_checks.check_cores(tmp_path, tmp_path)
     assert found.verdict == "limited"
     assert "one core" in found.outcome
     assert lanes.ONE_CORE.verdict == "limited"
@@ -114,14 +125,14 @@ def test_quotas_siblings_and_other_programs_are_named(
     monkeypatch, tmp_path, quota, load, words
 ):
     cores = (0, 1, 2, 3)
-    monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: set(cores))
-    monkeypatch.setattr(system, "load_average", lambda: load)
+    monkeypatch.setattr(host_checks.os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(host_checks, "load_average", lambda: load)
     for core in cores:
         topology = tmp_path / f"cpu{core}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text("0-3\n")
     (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert words in system.check_cores(tmp_path, tmp_path / "cpu.max").outcome
+    assert words in host_checks.check_cores(tmp_path, tmp_path / "cpu.max").outcome
 
 
 @pytest.mark.parametrize(("setting", "verdict"), [
@@ -133,7 +144,7 @@ def test_huge_pages_that_are_off_say_how_to_switch_them_on(tmp_path, setting, ve
     place = tmp_path / "enabled"
     if setting is not None:
         place.write_text(setting)
-    found = system.check_huge_pages(place)
+    found = host_checks.check_huge_pages(place)
     assert found.verdict == verdict
     assert (f"echo madvise > {place}" in found.way_out) == (verdict != "ok")
 

@@ -15,6 +15,7 @@ from support.small_trace import write_small_trace
 ROOT = Path(__file__).parents[2]
 REAL_RUNS = (
     "runtime/",
+    "moesim/base/host_checks.py",
     "moesim/base/host_limits.py",
     "moesim/evidence/validation/",
     "moesim/cli/errors.py",
