@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+import pandas as pd
 import scipy
 
 from moesim.hwprofiles.schema import Curve, Quantity
@@ -532,12 +533,8 @@ def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:
         marked: bool [N].
         groups: int [N].
     """
-    group = renumbered(groups)
-    count = np.bincount(group)
-    marked_count = np.bincount(group, marked)
-    has_marked = marked_count > 0
-    has_unmarked = marked_count < count
-    return np.asarray((has_marked & has_unmarked)[group])
+    by_group = pd.Series(marked).groupby(groups)
+    return np.asarray(by_group.transform("any") & ~by_group.transform("all"))
 
 
 def contrast(
@@ -557,22 +554,10 @@ def contrast(
     Returns:
         1.0 where nothing can be compared.
     """
-    kept = comparable(marked, groups)
-    if not kept.any():
-        return 1.0
-
-    logs = logs[kept]
-    marked = marked[kept]
-    group = renumbered(groups[kept])
-    unmarked_medians = []
-    for number in range(group.max() + 1):
-        unmarked = (group == number) & ~marked
-        unmarked_medians.append(np.median(logs[unmarked]))
-
+    unmarked = pd.Series(logs).where(~marked).groupby(groups).transform("median")
     # Logarithms: the factor of a median is the median of factors.
-    expected = np.array(unmarked_medians)[group]
-    differences = (logs - expected)[marked]
-    return float(np.exp(np.median(differences)))
+    differences = (logs - unmarked)[marked].dropna()
+    return float(np.exp(differences.median())) if len(differences) else 1.0
 
 
 def fit_plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:

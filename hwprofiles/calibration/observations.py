@@ -9,6 +9,7 @@ joining) must be cut out of the gaps between them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -308,7 +309,7 @@ class RunSpans:
         first = np.zeros(len(chosen), np.bool_)
         first[first_rows] = True
 
-        amounts = where(self.amounts(), self.layer_step[chosen])
+        amounts = where(self.amounts, self.layer_step[chosen])
         expert_keys = self.layer_step * self.run.shape.experts + self.expert
         read_keys = expert_keys[self.kind == READ]
         brought = np.isin(expert_keys, expert_keys[np.isin(self.kind, (FETCH, READ))])
@@ -478,6 +479,7 @@ class RunSpans:
             lane_kind=CONTROL,
         )
 
+    @cached_property
     def amounts(self) -> Amounts:
         """Count active experts, and experts on demand from another memory, by layer
         step [P], and tell who shares them.
@@ -511,14 +513,11 @@ class RunSpans:
     ) -> LayerStepTimes:
         """Make a table of this run: seconds by number of the layer step."""
         count = len(seconds)
-        amounts = where(self.amounts(), layer_steps)
         has_reads = float((self.kind == READ).any())
         return LayerStepTimes(
             # Clocks of two threads may cross by a microsecond.
-            seconds=np.maximum(seconds, 0.0),
-            active=amounts.active,
-            copies=amounts.copies,
-            shared=amounts.shared,
+            np.maximum(seconds, 0.0),
+            *where(self.amounts, layer_steps),
             tiered=np.full(count, has_reads),
             lane_kind=np.full(count, LANE_KINDS.index(lane_kind), np.int64),
             runs=np.full(count, self.number, np.int64),

@@ -55,7 +55,9 @@ MACHINES = (
 RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75)
 BATCHES = (1, 4, 16)
 PASSES = 128
-"""Forward passes of a run, at most: so the map takes 48 minutes of processor time."""
+"""Forward passes of a run, at most: so a machine and a memory take two minutes of
+processor time.
+"""
 
 POLICIES = (
     *("llama.cpp", "ktransformers", "krasis", "fiddler", "moe-on-demand"),

@@ -296,19 +296,14 @@ def opened(path: Path) -> Iterator[Trace]:
     """Open a trace; a foreign one that is known is imported first, and forgotten
     afterwards.
     """
-    # A foreign file does not tell the sizes of its model; its name stands for them.
-    known = FOREIGN.get(path.stem)
-    if known is None or not path.is_file() or _is_ours(path):
-        yield open_trace(path)
-        return
     with ScratchFolder() as folder:
-        imported = import_trace(path, folder / path.name, shape=model_shape(*known))
-        yield open_trace(imported.path)
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        open_trace(path)
-    except TraceError:
-        return False
-    return True
+        try:
+            trace = open_trace(path)
+        except TraceError:
+            # A foreign file does not tell the sizes of its model; its name does.
+            known = FOREIGN.get(path.stem)
+            if known is None or not path.is_file():
+                raise
+            imported = import_trace(path, folder / path.name, shape=model_shape(*known))
+            trace = open_trace(imported.path)
+        yield trace

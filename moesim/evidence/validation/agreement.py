@@ -88,10 +88,6 @@ def measured_order(
 
     Source: paired t-test of the logarithms.
     """
-    if len(first) != len(second):
-        raise ValueError(
-            f"repetitions are compared in pairs, found {len(first)} and {len(second)}"
-        )
     if len(first) < 2:
         return 0
     apart = np.log(first) - np.log(second)
@@ -116,22 +112,15 @@ def kendall_tau(
 
     Returns:
         -1 to 1, or None where the measurement orders no pair.
-
-    Raises:
-        ValueError: different lengths.
     """
-    if len(predicted) != len(repetitions):
-        raise ValueError(
-            f"two orders of the same things are compared, found {len(predicted)} and"
-            f" {len(repetitions)}"
-        )
     agreeing = 0
     ordered = 0
-    for i, j in combinations(range(len(predicted)), 2):
-        sign = measured_order(repetitions[i], repetitions[j])
+    policies = zip(predicted, repetitions, strict=True)
+    for (first, first_runs), (second, second_runs) in combinations(policies, 2):
+        sign = measured_order(first_runs, second_runs)
         ordered += abs(sign)
         # +1 where both order the pair alike, 0 where the prediction ties it.
-        agreeing += sign * int(np.sign(predicted[i] - predicted[j]))
+        agreeing += sign * int(np.sign(first - second))
     return agreeing / ordered if ordered else None
 
 
@@ -156,22 +145,15 @@ def repeated_tau(groups: Sequence[Sequence[Sequence[float]]]) -> float | None:
     return float(np.mean(taus)) if taus else None
 
 
-def noise_floor(repetitions: Sequence[Sequence[float]]) -> float:
-    """Median relative difference between two repetitions of the same run, over all
-    pairs of all runs.
-
-    Args:
-        repetitions: by run, its repeated measurements; runs with one are left out.
-
-    Returns:
-        0 where nothing was repeated.
+def noise_floor(repetitions: Sequence[float]) -> float:
+    """Median relative difference between two repetitions of a run, over all pairs; 0
+    where it was not repeated.
     """
-    apart = []
-    for values in repetitions:
-        for first, second in combinations(values, 2):
-            # Over their mean: neither of two repetitions is the true one.
-            mean = 0.5 * (first + second)
-            apart.append(abs(first - second) / mean)
+    apart = [
+        # Over their mean: neither of two repetitions is the true one.
+        abs(first - second) / (0.5 * (first + second))
+        for first, second in combinations(repetitions, 2)
+    ]
     return float(np.median(apart)) if apart else 0.0
 
 

@@ -183,8 +183,8 @@ def _setup(
 
 def step_lengths(timeline: Timeline) -> np.ndarray:
     """Seconds of each forward pass, float64 [steps]."""
-    lengths = [chunk["end_s"] - chunk["start_s"] for chunk in timeline.step_chunks()]
-    return np.concatenate(lengths)
+    steps = timeline.step_frame()
+    return (steps["end_s"] - steps["start_s"]).to_numpy()
 
 
 # -- calibration runs ------------------------------------------------------------------

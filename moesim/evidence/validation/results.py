@@ -174,7 +174,7 @@ class Cell:
         """Return by how much single repetitions of this cell differ."""
         # A run of one step has no TPOT.
         tpot_s = [run["tpot_s"] for run in self.measured if run["tpot_s"]]
-        return agreement.noise_floor([tpot_s])
+        return agreement.noise_floor(tpot_s)
 
     def hits_equal(self) -> bool:
         """Tell whether every repetition counted the hits that were predicted."""
