@@ -213,10 +213,10 @@ def at_published_rate(excerpt: Excerpt, figure: str) -> float:
     """Hit rate of ``LRU`` or ``Belady``, how often as many ``misses`` LRU has, or the
     share that is ``cached``, at the size where LRU comes nearest to the published rate.
     """
-    found = _lru_and_belady(excerpt)
-    if figure not in found:
+    figures = _lru_and_belady(excerpt)
+    if figure not in figures:
         raise LacksError(f"lacks {figure}")
-    return found[figure]
+    return figures[figure]
 
 
 class RivalRecorder(learned.EvictionRecorder):
@@ -288,10 +288,10 @@ def evictions(excerpt: Excerpt, figure: str) -> float:
     """Share of evictions that ``LRU`` or ``Belady`` regret within five steps, how often
     LRU's victim is ``better`` than LFU's, or how much ``later`` it lets go than Belady.
     """
-    found = _evictions(excerpt).get(figure)
-    if found is None:
+    evictions = _evictions(excerpt).get(figure)
+    if evictions is None:
         raise LacksError("lacks evictions")
-    return found
+    return evictions
 
 
 RIVALS = ("lru", "lfu", "arc", "lecar")
