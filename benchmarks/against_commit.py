@@ -106,13 +106,12 @@ def write_files(folder: Path) -> None:
         experts=import_speed.EXPERTS,
         top_k=import_speed.TOP_K,
     )
-    with import_speed.files_of_this_model():
-        for number, (name, (write, options)) in enumerate(import_speed.LAYOUTS.items()):
-            place = folder / "foreign" / str(number)
-            place.mkdir(parents=True)
-            layout = {"name": name, "shape": import_speed.SHAPE, "options": options}
-            layout["file"] = write(place / "dump.npz", truth).name
-            (place / "layout.json").write_text(json.dumps(layout))
+    for number, (name, (write, options)) in enumerate(import_speed.LAYOUTS.items()):
+        place = folder / "foreign" / str(number)
+        place.mkdir(parents=True)
+        layout = {"name": name, "shape": import_speed.SHAPE, "options": options}
+        layout["file"] = write(place / "dump.npz", truth).name
+        (place / "layout.json").write_text(json.dumps(layout))
 
 
 def main() -> None:

@@ -7,14 +7,12 @@ files with 0.
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import tempfile
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +24,6 @@ from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from tests.support import foreign_files as files
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 LAYERS = 24
 EXPERTS = 64
 TOP_K = 8
@@ -37,23 +32,23 @@ TOKENS = 6000
 COLUMNS_MAP = "seq=request,pos=position,phase=stage,layer=block,experts=e*"
 MILLION = 1e6
 
+PHYSICAL = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+"""Logical expert of each physical one, of which there are as many."""
+
 # Layout -> what writes such a file, and the options of its import.
 LAYOUTS = {
-    "sglang, one token a pass": (files.sglang_per_token, {}),
+    "sglang, one token a pass": (partial(files.sglang_per_token, table=PHYSICAL), {}),
     "sglang, 64 requests": (
         lambda path, truth: _large_sglang(path, len(truth[0][1]) * LAYERS),
         {},
     ),
     "vllm, npz": (files.vllm_npz, {}),
     "hugging face, safetensors": (files.hf_safetensors, {}),
-    "our layout, unordered": (files.moesim_unordered, {}),
+    "our layout, unordered": (partial(files.moesim_unordered, shape=SHAPE), {}),
     "routing rows, parquet": (files.routing_rows, {}),
     "megatron, jsonl": (files.megatron, {}),
     "llama.cpp, csv": (files.llama_cpp, {}),
-    "route trace, csv": (
-        lambda path, truth: files.route_trace(path, truth, dense=False),
-        {},
-    ),
+    "route trace, csv": (partial(files.route_trace, dense=False), {}),
     "jsonl by token": (files.per_token, {}),
     "jsonl by token and layer": (files.lattice, {}),
     "jsonl lists": (files.imp, {}),
@@ -76,32 +71,10 @@ def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
     """Print a line per layout: its rate, beside a library's for the same bytes; and
     what large files need.
     """
-    with files_of_this_model(), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         _report_rates(Path(folder), tokens)
         if large_rows:
             _report_memory(Path(folder), large_rows)
-
-
-@contextlib.contextmanager
-def files_of_this_model() -> Iterator[None]:
-    """Have the tests' writers write files of a model of ordinary size."""
-    ordinary = {
-        "LAYERS": LAYERS,
-        "EXPERTS": EXPERTS,
-        "TOP_K": TOP_K,
-        "SHAPE": SHAPE,
-        # As many physical as logical experts.
-        "PHYSICAL": np.tile(np.arange(EXPERTS), (LAYERS, 1)),
-        "physical": lambda ids, copy=0: ids,  # noqa: ARG005 - as the writers call it
-    }
-    small = {name: getattr(files, name) for name in ordinary}
-    try:
-        for name, value in ordinary.items():
-            setattr(files, name, value)
-        yield
-    finally:
-        for name, value in small.items():
-            setattr(files, name, value)
 
 
 def _report_rates(folder: Path, tokens: int) -> None:
@@ -256,28 +229,11 @@ def _large_jsonl(path: Path, rows: int) -> Path:
 
 def _large_sglang(path: Path, rows: int) -> Path:
     """64 requests that generate side by side."""
-    import torch
-
-    ids = _routing(rows, 64)
-    records = [
-        {
-            "forward_pass_id": step,
-            "rank": 0,
-            "gatherer_key": "primary",
-            "input_ids": [7] * 64,
-            "positions": [step] * 64,
-            "extend_seq_lens": None,
-            "forward_mode": 2,
-            "misc_objects": [],
-            "topk_ids_of_layer": torch.from_numpy(
-                np.ascontiguousarray(part.transpose(1, 0, 2))
-            ),
-        }
-        for step, part in enumerate(ids.reshape(-1, 64, LAYERS, TOP_K))
-    ]
-    logical = torch.from_numpy(files.PHYSICAL)
-    torch.save({"records": records, "last_physical_to_logical_map": logical}, path)
-    return path
+    ids = _routing(rows, 64).reshape(-1, 64, LAYERS, TOP_K)
+    token = np.full(len(ids), 7)
+    truth = [files.Sequence(0, ids[:, n], token=token) for n in range(64)]
+    passes = [(2, [(n, step, step + 1) for n in range(64)]) for step in range(len(ids))]
+    return files.sglang_per_token(path, truth, passes, table=PHYSICAL)
 
 
 def _large_vllm(path: Path, rows: int) -> Path:

@@ -1,10 +1,12 @@
 """Import what the writers of `support.foreign_files` wrote, and judge what came of it."""
 
+import numpy as np
 import pytest
 from support import foreign_files as files
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import Phase
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 
@@ -66,6 +68,26 @@ def bring(source, options=None, shape=files.SHAPE):
     out = source.parent / "out.parquet"
     summary = import_trace(source, out, shape=model_shape(shape), options=options)
     return summary, open_trace(out)
+
+
+def compare(trace, expected, columns):
+    """Every row of every sequence is as expected, and so are its phases, weights and
+    token ids, as far as `columns` names them.
+    """
+    found = list(trace.sequences(sorted(columns - {"phases"})))
+    assert len(found) == len(expected), "another number of sequences"
+    for rows, one in zip(found, expected, strict=True):
+        token, layer = np.array(one.rows()).T
+        assert rows.pos.tolist() == (one.first + token).tolist()
+        assert rows.layer.tolist() == layer.tolist()
+        assert (rows.experts == one.ids[token, layer]).all()
+        if "phases" in columns:
+            assert ((rows.phase == Phase.PREFILL) == (token < one.prompt)).all()
+        if "weights" in columns:
+            weights = rows.columns["weights"]
+            assert np.allclose(weights, one.weights[token, layer], atol=1e-3)
+        if "token" in columns:
+            assert (rows.columns["token"] == one.token[token]).all()
 
 
 def refused(source, message, options=None, shape=files.SHAPE):

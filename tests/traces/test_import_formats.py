@@ -85,17 +85,16 @@ def test_hf_softmaxed_values_give_the_same_experts(tmp_path, dtype):
             files.safetensors(tmp_path / name, arrays, dtype), {"batch": "2"}
         )
         assert trace.header.provenance["values"] == name
-        for rows, (_, ids, _, logits) in zip(
-            trace.sequences(("scores",)), truth, strict=True
-        ):
-            scores = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+        for rows, one in zip(trace.sequences(("scores",)), truth, strict=True):
+            scores = np.exp(one.logits)
+            scores /= scores.sum(axis=2, keepdims=True)
             assert np.allclose(
                 rows.columns["scores"],
                 scores[rows.pos, rows.layer],
                 atol=1e-2 if dtype == "BF16" else 1e-3,
             )
             if dtype == "F32":
-                assert (rows.experts == ids[rows.pos, rows.layer]).all()
+                assert (rows.experts == one.ids[rows.pos, rows.layer]).all()
 
 
 def test_hf_weights_by_hand():
