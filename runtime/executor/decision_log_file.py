@@ -89,7 +89,12 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
         by_layer.setdefault(numbers, {})[place[3]] = values
     for (step, layer), named in by_layer.items():
         routing = named.get("routing")
-        if routing is None or routing.ndim != 2 or routing.dtype != np.uint16:
+        if (
+            routing is None
+            or routing.ndim != 2
+            or routing.dtype != np.uint16
+            or not routing.shape[1]
+        ):
             content = "none" if routing is None else f"{routing.dtype} {routing.shape}"
             raise StoreError(
                 f"{path}: step {step}, layer {layer}: routing: expected experts by"
