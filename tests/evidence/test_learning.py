@@ -209,7 +209,7 @@ def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
     command, tmp_path, monkeypatch
 ):
     """Forced, and of all its steps, since what else runs here is not known."""
-    monkeypatch.setattr(learning, "MOST_LOST", 1.0)
+    monkeypatch.setattr(learning, "MOST_LOST", float("inf"))
     folder = tmp_path / "run"
     assert real_run(command, tmp_path, "--out", folder)[0] == 0
     place = tmp_path / "learned.toml"
