@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 from support.real_machine import host_profile
 
@@ -31,7 +30,6 @@ from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import undisturbed_medians
 from moesim.hwprofiles.profile import prediction_error, rate_interval
 from moesim.hwprofiles.schema import FIT_KEYS
-from moesim.questions.ranked import ranked_answer
 from moesim.runs.config import MemoryOptions
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.measure.profile import SystemEvidence, SystemShares, ThreadEvidence
@@ -249,25 +247,6 @@ def test_measuring_goes_on_until_it_is_narrow_or_time_is_over():
     assert is_enough(3, 3, left_s=4.0, pass_s=5.0, widest=unasked)
     assert not is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=wide)
     assert is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=narrow)
-
-
-def test_a_comparison_inside_the_interval_is_a_tie():
-    rows = [
-        {"policy": name, "model": "m", "makespan_s": seconds, "tpot_s": seconds}
-        | {"decode_tokens_per_s": 1 / seconds, "oracle": False, "busiest": "cpu"}
-        | {"busiest_share": 0.5, "batch_decode_s": [seconds]}
-        | {"batch_decode_tokens": [1], "batch_makespan_s": [seconds]}
-        for name, seconds in (("a", 1.0), ("b", 1.04), ("c", 1.2))
-    ]
-    frame = pd.DataFrame(rows)
-    frame.attrs["axes"] = ["policy"]
-
-    def said(error):
-        return ranked_answer(frame.assign(prediction_error=error)).sentences[0]
-
-    assert said(0.05).startswith("a tie per token: a 1.00 tokens/s, b ")
-    assert said(0.01).startswith("fastest per token: a,")
-    assert said(np.nan).startswith("fastest per token: a,")
 
 
 def test_predictions_of_the_runs_themselves_are_exact():

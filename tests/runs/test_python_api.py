@@ -225,7 +225,7 @@ def test_a_run_names_defaults_and_the_digest_of_a_policys_file(command, tmp_path
 
 @pytest.mark.parametrize(("words", "expected"), [
     ("moesim rep", {"replay", "reproduce"}),
-    ("moesim replay x --hw rtx4060", {"rtx4060ti"}),
+    ("moesim replay x --hw rtx4060t", {"rtx4060ti"}),
     ("moesim replay x --cache workload", {"workload-window"}),
     ("moesim compare x --policy greedy,fid", {"greedy,fiddler"}),
 ])  # fmt: skip
