@@ -352,7 +352,6 @@ def _recorded(session: Session) -> dict[str, Any]:
             [PROMPT],
             session.folder / f"recorded-{where.replace(':', '')}.parquet",
             new_tokens=NEW_TOKENS,
-            overhead=False,
         )
         speed = recording.tokens_per_s
         trace = open_trace(recording.path)

@@ -197,6 +197,12 @@ def test_equal_recordings_pass():
     }
 
 
+def test_a_rehearsal_records_the_shipped_model(tmp_path):
+    recorded = gpu._recorded(session(tmp_path / "gpu"))
+    assert recorded["passed"]
+    assert recorded["tokens"] > gpu.NEW_TOKENS
+
+
 def test_scores_may_differ_by_the_rounding_of_sixteen_bits_and_no_more():
     near, far = np.array(SCORES), np.array(SCORES)
     near[0, 0] += 2.0**-11
