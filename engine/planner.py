@@ -67,11 +67,7 @@ INFINITE_S = float("inf")
 KEPT_LAYERS = 3
 """Layers of a pass whose routing is kept for those that look back."""
 
-_LATE = {
-    "drop": LATE_DROP,
-    "keep": LATE_KEEP,
-    "wait": LATE_WAIT,
-}
+_LATE = {"drop": LATE_DROP, "keep": LATE_KEEP, "wait": LATE_WAIT}
 
 
 class Rules:

@@ -14,7 +14,9 @@ from benchmarks.field_orders import (
     measured_difference_s,
 )
 
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/traces")
+pytestmark = pytest.mark.skipif(
+    not SHARED.exists(), reason="other people's traces are not here"
+)
 BY_NAME = {order.name: order for order in ORDERS}
 
 

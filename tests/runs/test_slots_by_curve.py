@@ -115,7 +115,9 @@ def test_without_a_calibration_it_is_refused(tmp_path):
             ask(trace, cache_ratio=0.5, **BY_CURVE)
 
 
-@pytest.mark.skipif(not SHARED_TRACES.exists(), reason="needs ../shared/traces")
+@pytest.mark.skipif(
+    not SHARED_TRACES.exists(), reason="other people's traces are not here"
+)
 def test_six_recorded_traces_lose_no_more_than_noise(tmp_path):
     """Half of the experts cached; each trace is judged on the part that did not divide
     the slots, then on the other.
