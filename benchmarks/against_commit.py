@@ -23,8 +23,10 @@ from pathlib import Path
 
 from benchmarks import import_speed, trace_speed
 from benchmarks.commit_probe import PARTS
-from benchmarks.replay_speed import bench_trace
+from benchmarks.replay_speed import SHARED, bench_trace
 from moesim.traces.format.reader import open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 from moesim.traces.synthetic.predict import predict
 from tests.support import foreign_files
 
@@ -34,6 +36,7 @@ TOLERANCE = 1.05
 """What is slower than this is marked."""
 
 TOKENS = 3000
+LONG = SHARED / "gpt_oss_20b.parquet"
 CACHE_ROWS = 1_000_000
 
 
@@ -99,6 +102,9 @@ def write_files(folder: Path) -> None:
         at=1,
         scores=True,
     )
+    if LONG.is_file():
+        shape = model_shape("gpt-oss-20b")
+        import_trace(LONG, folder / "long.parquet", shape=shape)
     trace_speed.write(folder / "large.parquet", CACHE_ROWS)
     truth = foreign_files.routing(
         ((TOKENS // 8, TOKENS - TOKENS // 8),),

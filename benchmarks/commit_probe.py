@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 REPLAYED = ("greedy", "on-demand", "all-cpu", "fiddler")
 SYSTEMS = ("dali", "hybrimoe", "daop", "smoe")
+LONG = ("greedy",)
+"""On 34,000 tokens, where setting a replay up is nothing."""
 PLANNED = ("greedy", "on-demand")
 MACHINE = "rtx3090-epyc7532"
 SLOW = {"ilp"}
@@ -55,8 +57,7 @@ def least_s(work: Callable[[], object], rounds: int) -> float:
 
 def _replay(trace: Path, policy: str, **options: Any) -> Any:
     runs = module("moesim.runs.replay", "moesim.api")
-    memory = runs.MemoryOptions(cache_ratio=0.25)
-    return runs.replay(str(trace), policy, hw=MACHINE, memory=memory, **options)
+    return runs.replay(str(trace), policy, hw=MACHINE, cache_ratio=0.25, **options)
 
 
 def replays(folder: Path, rounds: int) -> dict[str, float]:
@@ -73,10 +74,13 @@ def fast(folder: Path, rounds: int) -> dict[str, float]:
     """
     routing = partial(_replay, folder / "routing.parquet", cache="lru", keep=False)
     predicted = partial(_replay, folder / "predicted.parquet", keep=False)
-    return {
-        **_layer_steps("fast", routing, REPLAYED, rounds),
-        **_layer_steps("fast", predicted, SYSTEMS, rounds),
-    }
+    spent = _layer_steps("fast", routing, REPLAYED, rounds)
+    spent |= _layer_steps("fast", predicted, SYSTEMS, rounds)
+    long = folder / "long.parquet"
+    if long.is_file():
+        run = partial(_replay, long, cache="lru", keep=False)
+        spent |= _layer_steps("fast, long", run, LONG, rounds)
+    return spent
 
 
 def _layer_steps(
