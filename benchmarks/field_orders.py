@@ -2,14 +2,16 @@
 machines: ``python -m benchmarks.field_orders``.
 
 A profile is what `moesim advise` makes of a machine's words, with the rates that the
-source states in the place of its own; nothing is fitted to the order. Caches have the
-sizes with which their policy misses as often as was stated. The turning point is the
+source states in the place of its own; nothing is fitted to the order. Caches are in
+use for long, and have the size with which their policy misses as often as was stated.
+Where no misses were stated, they have the size with which the first policy is as fast
+as measured, and only the second one's speed is predicted. The turning point is the
 cost of a shared layer (`costs.dispatch.split_s`) at which both policies are equal, the
 implied one that with which they differ by as much as measured.
 
-Where the first policy is slower than predicted, each of `CAUSES` is given as much as
-explains its speed, and nothing else; then the second policy's speed is predicted. A
-cause that is the right one predicts it.
+Where misses were stated and the first policy is slower than predicted all the same,
+each of `CAUSES` is given as much as explains its speed, and nothing else; then the
+second policy's speed is predicted. A cause that is the right one predicts it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ CACHED = "llama.cpp-moe-cache"
 SEVEN_WHOLE = f"{CACHED} with 7 whole layers"
 """As `CACHED`, but the first layers have slots for all of their experts."""
 
+UNEXPLAINED = "D1"
+"""The order that does not come out."""
+
 PUBLISHED_S = (0.0, 26e-6, 44e-6, 115e-6)
 """None, least, median and most that shared layers were measured to cost elsewhere; see
 `moesim.advice.plan.saved_profile`.
@@ -70,10 +75,9 @@ class Cause(NamedTuple):
 
 _LAYER_S = paths.roofline(paths.DENSE).overhead_s
 CHAIN = Cause("each chain of a layer", seconds=(_LAYER_S, paths.SPLIT_S))
-LAYER = Cause("each layer, once", seconds=(_LAYER_S,))
 CAUSES = (
     CHAIN,
-    LAYER,
+    Cause("each layer, once", seconds=(_LAYER_S,)),
     Cause("each copied expert", seconds=(paths.link(H2D.name).latency_s,)),
     Cause("a slower link", rates=(paths.link(H2D.name).bytes_per_s,)),
     Cause(
@@ -86,12 +90,11 @@ CAUSES = (
 
 
 class Arm(NamedTuple):
-    """A policy, its tokens/s, and its share of misses or the cache's of experts."""
+    """A policy, its tokens/s, and its share of misses where that was stated."""
 
     policy: str
     measured: tuple[float, float]
     misses: float | None = None
-    cache_ratio: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Order:
         model, quant: its file.
         first, second: what was compared.
         stated: path of a profile's number -> what the source states of it.
-        warm: whether the cache holds the most used experts.
+        source: who measured it.
     """
 
     name: str
@@ -113,8 +116,22 @@ class Order:
     quant: str
     first: Arm
     second: Arm
+    source: str
     stated: dict[str, float] = field(default_factory=dict)
-    warm: bool = False
+
+
+def gigabytes_per_s(
+    cpu: tuple[float, float], link: tuple[float, float]
+) -> dict[str, float]:
+    """Rates of expert products on the CPU and of gathered copies, each alone and while
+    the other runs, as a profile's numbers.
+    """
+    return {
+        paths.roofline(CPU.name).bytes_per_s: 1e9 * cpu[0],
+        paths.link(H2D.name).bytes_per_s: 1e9 * link[0],
+        paths.contention(CPU.name, H2D.name): cpu[0] / cpu[1],
+        paths.contention(H2D.name, CPU.name): link[0] / link[1],
+    }
 
 
 ORDERS = (
@@ -127,14 +144,10 @@ ORDERS = (
         },
         model=FLASH_NEXT,
         quant="nvfp4",
-        first=Arm(FETCH, (14.9, 14.9), misses=0.69),
-        second=Arm(SPLIT, (12.8, 12.8), cache_ratio=0.1),
-        stated={
-            paths.roofline(CPU.name).bytes_per_s: 63.8e9,
-            paths.link(H2D.name).bytes_per_s: 24.9e9,
-            paths.contention(CPU.name, H2D.name): 63.8 / 54.0,
-            paths.contention(H2D.name, CPU.name): 24.9 / 23.9,
-        },
+        first=Arm(FETCH, (14.9, 14.9), misses=0.6913),
+        second=Arm(SPLIT, (12.75, 12.75), misses=0.4256),
+        source="FlashML-org/FreeToken, pull request 232, 2026-08-28",
+        stated=gigabytes_per_s(cpu=(63.8, 54.0), link=(24.9, 23.9)),
     ),
     Order(
         name="D2",
@@ -145,17 +158,26 @@ ORDERS = (
             "pcie": "3.0x16",
         },
         model=FLASH_NEXT,
-        quant="UD-Q4_K_XL",
-        first=Arm(FETCH, (23.1, 23.1), cache_ratio=0.1),
-        second=Arm(SPLIT, (33.5, 33.5), cache_ratio=0.1),
+        quant="nvfp4",
+        first=Arm(FETCH, (23.07, 23.07)),
+        second=Arm(SPLIT, (33.5, 33.5)),
+        source="FlashML-org/FreeToken, issue 436, 2026-09-11",
+        stated=gigabytes_per_s(cpu=(29.97, 21.89), link=(13.09, 8.41)),
     ),
     Order(
         name="D3",
-        words={"cpu": "Ryzen 7 7800X3D", "ram": "2x32GB DDR5-6000", "gpu": "RTX 4090"},
+        words={
+            "cpu": "Ryzen 7 7800X3D",
+            "ram": "2x32GB DDR5-6000",
+            "gpu": "RTX 4090",
+            "system": "wsl 63GB",
+        },
         model="gemma-4-26b-a4b",
         quant="bf16",
-        first=Arm(FETCH, (15.4, 16.0), cache_ratio=0.3),
-        second=Arm(SPLIT, (13.8, 15.9), cache_ratio=0.3),
+        first=Arm(FETCH, (15.4, 16.0)),
+        second=Arm(SPLIT, (13.8, 15.9)),
+        source="FlashML-org/FreeToken, issue 151, 2026-08-24: products 2.27 x the link",
+        stated=gigabytes_per_s(cpu=(58.1, 58.1), link=(25.6, 25.6)),
     ),
     Order(
         name="D6",
@@ -169,7 +191,7 @@ ORDERS = (
         quant="Q4_K_M",
         first=Arm(CACHED, (25.1, 25.1), misses=1 - 0.9845),
         second=Arm(SEVEN_WHOLE, (29.4, 29.4), misses=1 - 0.9760),
-        warm=True,
+        source="the field's case D6",
     ),
 )
 
@@ -195,8 +217,7 @@ class Bench:
         advice = advise(order.model, quant=order.quant, **order.words)
         self.profile: HardwareProfile = profile_of_advice(advice)
         for path, value in order.stated.items():
-            source = f"stated with the field's case {order.name}"
-            self.profile.numbers[path] = Quantity(value, "published", source)
+            self.profile.numbers[path] = Quantity(value, "published", order.source)
         self._ratios: dict[Arm, float] = {}
 
     def metrics(
@@ -215,25 +236,29 @@ class Bench:
                 arm.policy,
                 hw=replace(self.profile, numbers={**own, **changed}),
                 cache_ratio=ratio,
-                warm=self.trace if self.order.warm else None,
+                warm=self.trace,
                 keep=False,
             )
         return run.metrics
 
     def ratio(self, arm: Arm) -> float:
-        """The cache with which a policy misses as often as was stated, within one
-        thousandth of all experts.
+        """The cache with which a policy misses as often as was stated, or the first one
+        is as fast as measured, within one thousandth of all experts.
         """
-        if arm.misses is None:
-            return arm.cache_ratio
-        if arm not in self._ratios:
+        judged = self.order.first if arm.misses is None else arm
+        if judged not in self._ratios:
             low, high = 0.0, 1.0
             while high - low > 1e-3:
                 middle = (low + high) / 2
-                hits = self.metrics(arm, middle)["hit_rate_active"]
-                low, high = (middle, high) if hits < 1 - arm.misses else (low, middle)
-            self._ratios[arm] = high
-        return self._ratios[arm]
+                large = self._is_enough(judged, self.metrics(judged, middle))
+                low, high = (low, middle) if large else (middle, high)
+            self._ratios[judged] = high
+        return self._ratios[judged]
+
+    def _is_enough(self, arm: Arm, metrics: dict[str, Any]) -> bool:
+        if arm.misses is None:
+            return bool(metrics["tpot_s"] <= measured_s(arm))
+        return bool(metrics["hit_rate_active"] >= 1 - arm.misses)
 
     def token_s(self, arm: Arm, numbers: Mapping[str, float] | None = None) -> float:
         """Seconds of a generated token."""
@@ -253,10 +278,10 @@ class Bench:
         where it is no slower than predicted, None where no amount does.
         """
         first = self.order.first
-        measured_s = 2.0 / sum(first.measured)
 
         def missing_s(amount: float) -> float:
-            return measured_s - self.token_s(first, self.with_cause(cause, amount))
+            numbers = self.with_cause(cause, amount)
+            return measured_s(first) - self.token_s(first, numbers)
 
         most = 0.01 if cause.seconds else 20.0
         if missing_s(0.0) <= 0.0:
@@ -264,38 +289,6 @@ class Bench:
         if missing_s(most) > 0.0:
             return None
         return float(brentq(missing_s, 0.0, most, xtol=1e-7))
-
-    def by_bandwidths(self) -> Arm:
-        """The second policy with the share that stated bandwidths give the link,
-        whatever products really take.
-        """
-        own = self.profile.numbers
-        link, cpu = (
-            own[rate].value / own[paths.contention(victim, other)].value
-            for rate, victim, other in (
-                (paths.link(H2D.name).bytes_per_s, H2D.name, CPU.name),
-                (paths.roofline(CPU.name).bytes_per_s, CPU.name, H2D.name),
-            )
-        )
-        policy = f"fetch-split:fraction={link / (link + cpu):.3f}+lru"
-        return self.order.second._replace(policy=policy)
-
-    def slow_products(self, cause: Cause, amount: float) -> float | None:
-        """By what factor products on the CPU would have to be slower than it reads, for
-        the second policy to be as fast as it was measured, splitting by bandwidths.
-        """
-        arm = self.by_bandwidths()
-        measured_s = 2.0 / sum(arm.measured)
-        rate = paths.roofline(CPU.name).bytes_per_s
-        own = self.profile.numbers[rate].value
-        known = self.with_cause(cause, amount)
-
-        def missing_s(factor: float) -> float:
-            return measured_s - self.token_s(arm, known | {rate: own / factor})
-
-        if missing_s(1.0) <= 0.0:
-            return 1.0
-        return float(brentq(missing_s, 1.0, 100.0, xtol=1e-3))
 
     def differ_s(self, split_s: float) -> float:
         """By how much the second policy's token takes longer."""
@@ -313,6 +306,11 @@ class Bench:
         return float(
             brentq(lambda s: self.differ_s(s) - difference_s, 0, 0.01, xtol=1e-7)
         )
+
+
+def measured_s(arm: Arm) -> float:
+    """Seconds of a token, at the middle of the stated speeds."""
+    return 2.0 / sum(arm.measured)
 
 
 def measured_difference_s(order: Order) -> tuple[float, float]:
@@ -340,7 +338,7 @@ def main() -> None:
                 numbers = {paths.SPLIT_S: split_s}
                 speeds = [1 / bench.token_s(arm, numbers) for arm in arms]
                 print(f"{head} | {_us(split_s)} | {speeds[0]:.1f} / {speeds[1]:.1f} |")
-            for cause in CAUSES if order.second.policy == SPLIT else ():
+            for cause in CAUSES if order.name == UNEXPLAINED else ():
                 amount = bench.explained(cause)
                 if not amount:
                     print(f"{head} | {cause.name}: {amount} | |")
@@ -348,10 +346,6 @@ def main() -> None:
                 speed = 1 / bench.token_s(order.second, bench.with_cause(cause, amount))
                 words = _us(amount) if cause.seconds else f"{1 + amount:.1f} times"
                 print(f"{head} | {cause.name}: {words} | - / {speed:.1f} |")
-            if order.second.policy == SPLIT:
-                amount = bench.explained(LAYER)
-                factor = bench.slow_products(LAYER, amount or 0.0)
-                print(f"{order.name}: products {factor:.1f} times slower than reads")
             turning = bench.split_s_of(0.0)
             implied = [bench.split_s_of(each) for each in measured_difference_s(order)]
             print(f"{order.name}: caches of {[round(bench.ratio(a), 3) for a in arms]}")
