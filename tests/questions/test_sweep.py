@@ -414,8 +414,10 @@ def test_processes_know_what_a_notebook_registered(trace, monkeypatch):
     Backwards.__module__ = "__main__"
     moesim.register("cache", "backwards", Backwards)
     options = {"policies": "on-demand", "cache": ["backwards", "fifo"], "steps": 4}
-    alone = moesim.sweep(trace, jobs=1, **options)
-    pd.testing.assert_frame_equal(moesim.sweep(trace, jobs=2, **options), alone)
+    alone, together = (moesim.sweep(trace, jobs=jobs, **options) for jobs in (1, 2))
+    # No two plans take a policy that no file tells for the same one.
+    same = ["digest", "files_digest"]
+    pd.testing.assert_frame_equal(together.drop(columns=same), alone.drop(columns=same))
 
 
 def pids(task, _progress):

@@ -1,10 +1,9 @@
 """A store gives a policy its own results only, and loses no more than what a disk lost."""
 
+import os
 import resource
 import warnings
 
-import nbclient
-import nbformat
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +13,6 @@ from support.small_trace import write_small_trace
 
 import moesim
 from moesim.policies import registry
-from moesim.runs.config import RunConfig
 from moesim.runs.sweeps import rows
 from moesim.runs.sweeps.plan import planned, policies_of
 from moesim.runs.sweeps.sweep import configs_of, run_sweep
@@ -34,144 +32,92 @@ def _own_policies(monkeypatch):
 
 # Policies.
 
-CELLS = {
-    "start": """
-import importlib, pathlib, sys, warnings
-import moesim
+POLICY = """
 from moesim.policies.registry import find
-sys.path.insert(0, ".")
-helper = pathlib.Path("helper.py")
-helper.write_text("def place(key):\\n    return key\\n")
-import helper as helpers
-
-def stored(**options):
-    plan = planned(configs_of("TRACE", {"policy": "on-demand", "cache": "mine",
-        "slots_per_layer": 2, "steps": 2, **options}))
-    row = run_sweep(plan, results="store", jobs=1)
-    return row.stored
-
-from moesim.runs.sweeps.plan import planned
-from moesim.runs.sweeps.sweep import configs_of, run_sweep
-""",
-    "policy": """
 class Mine(find("fifo", "cache")):
     def order(self, keys):
-        return sorted(keys, key=lambda key: rule(helpers.place(key)))
-
-def rule(key):
-    return key
-
-moesim.register("cache", "mine", Mine)
-""",
-    "the same policy once more, a helper of a cell": "def rule(key):\n    return -hash(key)",
-    "a helper module, edited and reloaded": """
-helper.write_text("def place(key):\\n    return tuple(reversed(key))\\n")
-importlib.reload(helpers)
-""",
-    "a constant in a module": "helpers.place.__defaults__ = (3,)",
-    "a class that exec makes": """
-exec('''
-class Mine(find("fifo", "cache")):
-    def order(self, keys):
-        return max(keys)
-''')
-moesim.register("cache", "mine", Mine)
-""",
-}
-
-
-def test_a_store_sees_what_a_notebook_redefines(trace, tmp_path):
-    """The class of fault: a changed policy got the results of what it was."""
-    cells = [nbformat.v4.new_code_cell(CELLS["start"].replace("TRACE", str(trace)))]
-    changes = list(CELLS.values())[1:]
-    for change in changes:
-        cells.append(nbformat.v4.new_code_cell(change))
-        cells.append(nbformat.v4.new_code_cell("print(stored(), stored())"))
-    # What is back as it was is found again.
-    cells.append(nbformat.v4.new_code_cell(CELLS["policy"]))
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(
-        notebook, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
-    printed = ["".join(out["text"] for out in cell["outputs"]) for cell in cells[2::2]]
-    assert printed == ["0 1\n"] * len(changes)
-
-
-EDITED = """
-import sys
+        from helper import choose
+        return choose(keys)
+"""
+SWEEPS = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[2])
 sys.path.insert(0, sys.argv[2])
 from moesim.runs.sweeps.plan import planned
 from moesim.runs.sweeps.sweep import configs_of, run_sweep
-options = {"policy": "on-demand", "cache": sys.argv[2] + "/mine.py", "steps": 2}
-for jobs in (1, 2):
+options = {"policy": "on-demand", "cache": f"{folder}/mine.py", "steps": 2}
+def stored(jobs, change=lambda: None):
     plan = planned(configs_of(sys.argv[1], options | {"seed": [0, 1]}))
-    print(run_sweep(plan, results=sys.argv[2] + "/store", jobs=jobs).stored)
+    change()
+    return run_sweep(plan, results=folder / "store", jobs=jobs).stored
 """
 
 
-def test_a_store_sees_an_edited_helper_of_a_policy_file(trace, tmp_path):
+def write_helper(folder, choice):
+    """A helper that is older than any process of the test."""
+    file = folder / "helper.py"
+    file.write_text(f"def choose(keys):\n    return {choice}\n")
+    os.utime(file, (0, 0))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(POLICY)
+    write_helper(tmp_path, "keys[0]")
+    return tmp_path
+
+
+def test_a_store_sees_an_edited_helper_of_a_policy_file(trace, folder):
     """The helper decided, and only the file that imports it was digested."""
-    (tmp_path / "mine.py").write_text(
-        "from moesim.policies.registry import find\n"
-        "class Mine(find('fifo', 'cache')):\n"
-        "    def order(self, keys):\n"
-        "        from helper import choose\n"
-        "        return choose(keys)\n"
-    )
-    for text in ("return keys[0]", "return keys[-1]"):
-        (tmp_path / "helper.py").write_text(f"def choose(keys):\n    {text}\n")
-        assert output_of("-c", EDITED, trace, tmp_path) == "0\n2\n"
+    code = SWEEPS + "print(stored(1), stored(2))"
+    for choice in ("keys[0]", "keys[-1]"):
+        write_helper(folder, choice)
+        assert output_of("-c", code, trace, folder) == "0 2\n"
 
 
-def test_processes_find_the_code_that_a_sweep_was_planned_with(trace, tmp_path):
-    """A worker imports a module anew: it may have been edited since."""
-    (tmp_path / "helper.py").write_text(
-        "import moesim\n"
-        "class Mine(moesim.policies.registry.find('fifo', 'cache')):\n    TAG = 1\n"
+EDIT = """
+def edit(name):
+    file = folder / name
+    file.write_text(file.read_text() + "# edited\\n")
+"""
+
+
+def test_a_helper_that_was_edited_since_its_import_is_found_by_nobody(trace, folder):
+    """What runs is no longer what the file holds."""
+    code = (
+        SWEEPS + EDIT + "import helper\nedit('helper.py')\nprint(stored(1), stored(1))"
     )
-    code = EDITED.replace(
-        "options =",
-        "import helper, pathlib, moesim\n"
-        "moesim.register('cache', 'mine', helper.Mine)\n"
-        "file = pathlib.Path(helper.__file__)\n"
-        "file.write_text(file.read_text().replace('1', '2'))\n"
-        "options =",
-    ).replace('sys.argv[2] + "/mine.py"', '"mine"')
-    ended = run_python("-c", code, trace, tmp_path)
-    assert ended.stdout == "0\n2\n"
-    code = code.replace("(1, 2)", "(2,)").replace("'1', '2'", "'2', '3'")
-    ended = run_python("-c", code, trace, tmp_path)
+    assert output_of("-c", code, trace, folder) == "0 0\n"
+
+
+def test_workers_refuse_other_code_than_the_sweep_was_planned_with(trace, folder):
+    code = SWEEPS + EDIT + "stored(2, lambda: edit('mine.py'))"
+    ended = run_python("-c", code, trace, folder)
     assert "found other code in a worker; reload" in ended.stderr
 
 
-def test_what_cannot_be_digested_is_never_taken_from_a_store(trace, tmp_path):
-    class Reads(registry.find("fifo", "cache")):
-        """Decides by a file that nobody knows of."""
+READS = """
+class Mine(moesim.policies.registry.find("fifo", "cache")):
+    def order(self, keys):
+        return sorted(keys, key=lambda key: open is None)
+"""
 
-        def start(self, context):
-            super().start(context)
-            self.order = open(__file__).read()  # noqa: PTH123, SIM115
 
-    moesim.register("cache", "reads", Reads)
-    options = {"policy": "on-demand", "cache": "reads", "steps": 1}
+@pytest.mark.parametrize("cache", ["by hand", "a file that reads files"])
+def test_what_files_do_not_tell_is_never_taken_from_a_store(trace, tmp_path, cache):
+    """A cell of a notebook may have changed since; nobody knows what files hold."""
+    file = tmp_path / "reads.py"
+    file.write_text(f"import moesim\n{READS}")
+    name = str(file)
+    if cache == "by hand":
+        policy = type("Mine", (registry.find("fifo", "cache"),), {})
+        moesim.register("cache", "mine", policy)
+        name = "mine"
+    options = {"policy": "on-demand", "cache": name, "steps": 1}
     for _ in range(2):
         plan = planned(configs_of(trace, options))
+        assert policies_of(plan.points[0].config).popitem()[1] is None
         assert run_sweep(plan, results=tmp_path / "store", jobs=1).stored == 0
-
-
-def test_what_a_run_leaves_in_a_policy_is_no_other_policy(trace, tmp_path):
-    """Digests of what decides nothing: addresses, order of sets, caches of kernels."""
-    for kind in ("assignment", "cache", "prefetch", "routing"):
-        for name, cls in list(registry.classes(kind).items()):
-            alias = type(
-                cls.__name__, (cls,), {"MARKS": {"a", "b", "c"}, "at": np.ones(2)}
-            )
-            moesim.register(kind, f"my-{name}", alias)
-    config = RunConfig(policy="my-greedy", cache="my-lru", prefetch="my-random")
-    before = policies_of(config)
-    assert None not in before.values()
-    moesim.replay(trace, config.policy, cache=config.cache, prefetch=config.prefetch)
-    assert policies_of(config) == before
 
 
 # Disks.

@@ -6,10 +6,12 @@ command line, words separated by commas do.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
-import importlib
+import importlib.util
 import json
+import sys
 import uuid
 from dataclasses import dataclass, fields
 from itertools import product
@@ -17,14 +19,15 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from moesim.base.files import sha256
 from moesim.base.options import ConfigError, as_list, is_list, option_of
 from moesim.policies.base import PolicyError
-from moesim.policies.registry import KINDS, find
+from moesim.policies.registry import KINDS, find, name_in, registered
 from moesim.runs.config import MemoryOptions, RunConfig, in_order
 from moesim.runs.config_file import load_config, read_config, read_content
 from moesim.runs.setup import artefact_files, check_digests, profile_of, trace_of
-from moesim.runs.sweeps.policy_code import policy_code_digest
 from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
@@ -359,12 +362,74 @@ def files_of(config: RunConfig) -> dict[str, str | None]:
 
 def policies_of(config: RunConfig) -> dict[str, str | None]:
     """Digests of the code of a run's policies that are no part of moesim; None for what
-    cannot be digested.
+    no file tells: classes that were registered by hand, and code that reads files or
+    runs text by itself.
     """
+    by_hand = registered().values()
     return {
-        Path(name).name: policy_code_digest(cls)
+        Path(name).name: None if cls in by_hand else _source_digest(cls)
         for name, cls in _foreign_policies(config).items()
     }
+
+
+# Code that uses one of these may run or read what nobody can see beforehand.
+_HIDDEN = {
+    *("exec", "eval", "open", "read_text", "read_bytes", "load", "fromfile"),
+    *("loadtxt", "genfromtxt", "__import__", "import_module", "globals"),
+}
+# Folders of packages: of the environment, of the user, of the system.
+_LIBRARIES = {"site-packages", "dist-packages"}
+
+
+def _source_digest(cls: type[Policy]) -> str | None:
+    """SHA-256 of the files of a policy's package and of those that they import,
+    libraries excepted.
+    """
+    package = cls.__module__.partition(".")[0]
+    begin_s = psutil.Process().create_time()
+    # A policy that is named by its path is read anew whenever it is found.
+    is_reread = package.startswith("moesim_policy_")
+    files = _files_of(package, is_library=True)
+    digest = hashlib.sha256()
+    # Helpers are added on the way.
+    for place, file in enumerate(files):
+        text = file.read_bytes()
+        is_own = is_reread and place == 0
+        # What was edited since it was imported is not what runs.
+        if not is_own and file.stat().st_mtime > begin_s:
+            return None
+        digest.update(file.name.encode() + text)
+        for node in ast.walk(ast.parse(text)):
+            if getattr(node, "id", getattr(node, "attr", "")) in _HIDDEN:
+                return None
+            helpers = [each for name in _imported(node) for each in _files_of(name)]
+            files += [each for each in helpers if each not in files]
+    return digest.hexdigest() if files else None
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Modules or packages that a statement imports; packages are digested whole, so
+    imports within one name nothing new.
+    """
+    names: list[str | None] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        names = [node.module]
+    return [str(name).partition(".")[0] for name in names]
+
+
+def _files_of(module: str, *, is_library: bool = False) -> list[Path]:
+    """Python files of a module or package; those of libraries only where asked for."""
+    if module in sys.stdlib_module_names or module == "moesim":
+        return []
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return []
+    file = Path(spec.origin)
+    if not is_library and not _LIBRARIES.isdisjoint(file.parts):
+        return []
+    return sorted(file.parent.rglob("*.py")) if file.stem == "__init__" else [file]
 
 
 def _digest_of_json(content: Any) -> str:
@@ -401,15 +466,9 @@ def _foreign_policies(config: RunConfig) -> dict[str, type[Policy]]:
     system = config.system
     specs = {kind: getattr(system, kind) for kind in KINDS}
     used = [*specs.items(), ("cache", config.host_cache)]
-    classes = {_name(spec): find(_name(spec), kind) for kind, spec in used}
+    classes = {name_in(spec): find(name_in(spec), kind) for kind, spec in used}
     return {
         name: cls
         for name, cls in classes.items()
         if not cls.__module__.startswith("moesim.")
     }
-
-
-def _name(spec: str) -> str:
-    """The name in a specification; a path may hold colons before its ``.py``."""
-    head, suffix, _ = spec.partition(".py")
-    return head + suffix if suffix else spec.partition(":")[0]

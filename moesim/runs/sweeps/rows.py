@@ -200,16 +200,15 @@ def carry_out(
 
 
 _checked: set[tuple[str, str | None]] = set()
-"""Policies of which this worker has the right code. Runs may change what a policy
-refers to, so each is looked at before its first one.
-"""
+"""Policies of which this worker has the right code."""
 
 
 def _check_policies(point: Point) -> None:
     if _checked.issuperset(point.policies.items()):
         return
     for name, digest in policies_of(point.config).items():
-        if digest != point.policies[name]:
+        planned = point.policies[name]
+        if planned is not None and digest != planned:
             raise ConfigError(
                 f"policy {name}: expected the code that the sweep was planned with,"
                 " found other code in a worker; reload what was edited since it was"
