@@ -23,8 +23,7 @@ from moesim.runs.sweeps.plan import code_digest
 from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from concurrent.futures import Future
+    from collections.abc import Iterator, Mapping
 
 WAIT_FOR_SCHEDULER_S = 10
 """Seconds after which a scheduler that does not answer, or has no workers, counts as
@@ -34,32 +33,10 @@ missing.
 _ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://.+")
 
 
-class DaskWorkers:
-    """The workers of a Dask cluster, which runs the tasks of a lost worker again on
-    another one.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self._executor = client.get_executor()
-
-    @property
-    def count(self) -> int:
-        """Tasks at the same time, on the workers that are there now."""
-        return max(1, sum(self._client.nthreads().values()))
-
-    def submit(self, function: Callable[..., Any], task: Any) -> Future[Any]:
-        """Carry out a task on some worker."""
-        future: Future[Any] = self._executor.submit(function, task)
-        return future
-
-    def close(self) -> None:
-        """Do nothing: the cluster replaces its workers itself."""
-
-
 @contextmanager
-def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskWorkers]:
-    """Connect to a cluster while the block runs.
+def connected(address: str, files: Mapping[str, Path]) -> Iterator[Any]:
+    """Connect to a cluster while the block runs: an executor, which runs the
+    tasks of a lost worker again on another one.
 
     Args:
         address: of a scheduler, such as ``tcp://192.168.0.5:8786``.
@@ -93,7 +70,7 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskWorkers]:
         _check_workers(client, address)
         _send_missing(client, files)
         try:
-            yield DaskWorkers(client)
+            yield client.get_executor()
         except CancelledError:
             reason = "the Dask cluster is gone"
             raise ConnectionResetError(errno.ECONNRESET, reason) from None

@@ -15,16 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import BrokenExecutor, as_completed
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesim.base.host_limits import available_cores
 from moesim.base.options import ConfigError
 from moesim.policies.registry import registered, restore
-from moesim.runs.sweeps.cluster import DaskWorkers, connected
+from moesim.runs.sweeps.cluster import connected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,11 +37,6 @@ Work = Callable[[Task, Callable[[float], None]], Result]
 ROWS_PER_PROCESS = 50_000
 """Rows to replay that outweigh the start of a process: about three seconds of work
 against one of imports.
-"""
-
-TASKS_PER_WORKER = 4
-"""Tasks that wait at each worker: enough that none is idle, few enough that a stop is
-quick.
 """
 
 MOST_RESTARTS = 3
@@ -105,10 +99,9 @@ def run_tasks(
 
     if cluster is not None:
         with connected(cluster, files or {}) as remote:
-            _run_elsewhere(remote, work, tasks, collect, report)
+            _run_elsewhere(lambda: remote, work, tasks, collect, report)
     elif jobs > 1:
-        with closing(_Processes(jobs)) as processes:
-            _run_elsewhere(processes, work, tasks, collect, report)
+        _run_elsewhere(partial(_processes, jobs), work, tasks, collect, report)
     else:
         for index, task in enumerate(tasks):
 
@@ -120,21 +113,28 @@ def run_tasks(
 
 
 def _run_elsewhere(
-    workers: _Processes | DaskWorkers,
+    started: Callable[[], Any],
     work: Work[Task, Result],
     tasks: Sequence[Task],
     collect: Callable[[int, Result], None],
     report: Callable[[float], None],
 ) -> None:
+    """Carry out tasks in an executor; what is left of one whose workers were killed, in
+    a new one.
+    """
     call = partial(_carry_out, work, registered())
     # A dict keeps the order and forgets quickly.
     todo = dict(enumerate(tasks))
     restarts = 0
     while todo:
         count = len(todo)
+        executor = started()
         try:
-            for index, result in _results(workers, call, list(todo.items())):
-                collect(index, result)
+            with _stops_wait():
+                places = {executor.submit(call, todo[index]): index for index in todo}
+            for future in as_completed(places):
+                index = places.pop(future)
+                collect(index, future.result())
                 del todo[index]
                 report(1 - len(todo) / len(tasks))
         except BrokenExecutor:
@@ -146,7 +146,8 @@ def _run_elsewhere(
                     "processes were killed again and again, perhaps for want of memory;"
                     " try --jobs 1",
                 ) from None
-            workers.close()
+        finally:
+            _end(executor)
 
 
 def _carry_out(work: Work[Task, Result], policies: Any, task: Task) -> Result:
@@ -155,60 +156,32 @@ def _carry_out(work: Work[Task, Result], policies: Any, task: Task) -> Result:
     return work(task, lambda _share: None)
 
 
-def _results(
-    workers: _Processes | DaskWorkers,
-    call: Callable[[Task], Result],
-    tasks: Sequence[tuple[int, Task]],
-) -> Iterator[tuple[int, Result]]:
-    """Results in the order in which they end; a bounded number of tasks waits."""
-    waiting = iter(tasks)
-    pending: dict[Future[Result], int] = {}
-    while True:
-        # Workers of a cluster come and go.
-        room = max(0, workers.count * TASKS_PER_WORKER - len(pending))
-        for index, task in islice(waiting, room):
-            pending[workers.submit(call, task)] = index
-        if not pending:
-            return
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            yield pending.pop(future), future.result()
+def _processes(count: int) -> Any:
+    """Processes on this machine, which begin with their first task."""
+    # A tenth of a second that a run in one process need not pay.
+    from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
+
+    _start_resource_trackers()
+    return ProcessPoolExecutor(
+        count, initializer=_prepare_worker, initargs=(os.getpid(),)
+    )
 
 
-class _Processes:
-    """Processes on this machine: joblib's pool, which replaces those that end."""
+def _end(executor: Any) -> None:
+    """End the processes of a pool at once; a cluster replaces its workers itself."""
+    processes = getattr(executor, "_processes", None)
+    if processes is None:
+        return
+    import psutil  # noqa: PLC0415 - runs in one process need none
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pool: Any = None
-
-    def submit(self, function: Callable[..., Any], task: Any) -> Future[Any]:
-        # A tenth of a second that a run in one process need not pay.
-        from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
-
-        _start_resource_trackers()
-        with _stops_wait():
-            if self._pool is None:
-                self._pool = ProcessPoolExecutor(
-                    self.count, initializer=_prepare_worker, initargs=(os.getpid(),)
-                )
-            future: Future[Any] = self._pool.submit(function, task)
-        return future
-
-    def close(self) -> None:
-        """End all processes at once; a next task starts others."""
-        pool, self._pool = self._pool, None
-        if pool is None:
-            return
-        import psutil  # noqa: PLC0415 - runs in one process need none
-
-        # The pool's own way waits for a thread that waits for the processes.
-        processes = dict(pool._processes or {})  # noqa: SLF001 - see above
-        for number in processes:
-            with suppress(psutil.NoSuchProcess):
-                psutil.Process(number).kill()
-        for process in processes.values():
-            process.join(END_LIMIT_S)
-        pool.shutdown(wait=False, kill_workers=True)
+    # The pool's own way waits for a thread that waits for the processes.
+    processes = dict(processes)
+    for number in processes:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(number).kill()
+    for process in processes.values():
+        process.join(END_LIMIT_S)
+    executor.shutdown(wait=False, kill_workers=True)
 
 
 def _start_resource_trackers() -> None:
