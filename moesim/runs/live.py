@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from moesim.policies.base import PolicyError
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import device_of, machine_profile, open_model_store
-from moesim.runs.measured import MeasuredRun, execute, finish, rehearse
+from moesim.runs.measured import (
+    MeasuredRun,
+    closed_after,
+    execute,
+    finish,
+    rehearse,
+)
 from moesim.runs.setup import Setup, needed_columns, refuse_oracles
 
 if TYPE_CHECKING:
@@ -117,7 +123,7 @@ def run_live(
 
     begin_s = time.perf_counter()
     store = open_model_store(folder, config.store, dtype, building)
-    try:
+    with closed_after(store, config):
         offloaded.check_store(store)
         store_s = time.perf_counter() - begin_s
         # Libraries initialise themselves at their first call, which is not to be timed.
@@ -134,41 +140,8 @@ def run_live(
             out=out,
             progress=progress,
         )
-    finally:
-        # A store that was handed over open is still in use.
-        if store is not config.store:
-            store.close()
 
     result = generations[0].result
-    run.startup |= {
-        "store_s": store_s,
-        "dense_s": dense_s,
-        "dense_bytes": offloaded.dense_bytes,
-    }
-    # Vectors that were calibrated just now lie in no file.
-    named = config.residual if isinstance(config.residual, str | Path) else None
-    setup.config = config.replaced(
-        model="tiny" if is_tiny else str(folder.absolute()),
-        store=None if config.store is None else store.directory,
-        residual=named,
-    )
-    run.config |= setup.effective_config(None) | {
-        "world": "measured",
-        "mode": "live",
-        "model": str(config.model),
-        "host_cache": config.host_cache,
-        # A live model runs until its texts end.
-        "steps": None,
-        "new_tokens": config.new_tokens,
-        "temperature": config.temperature,
-        "trace": f"{len(ids)} prompts",
-        "dtype": dtype,
-        "store": str(store.directory),
-        "residual": None if residual is None else residual.id,
-    }
-    run.warnings += _warnings(run)
-    finish(run, setup, result.steps, out=out, perfetto=perfetto, decided=True)
-
     run.texts = [local.decode(tokens) for tokens in result.tokens]
     run.tokens = result.tokens
     run.steps = result.steps
@@ -176,6 +149,28 @@ def run_live(
     if config.verify:
         plain = local_model.load_weights(folder, dtype).eval().to(device.device)
         run.verification = live.verify(plain, result.passes, dtype)
+    run.warnings += _warnings(run)
+    run.startup |= {
+        "store_s": store_s,
+        "dense_s": dense_s,
+        "dense_bytes": offloaded.dense_bytes,
+    }
+    # Vectors that were calibrated just now lie in no file.
+    named = config.residual if isinstance(config.residual, str | Path) else None
+    model = "tiny" if is_tiny else str(folder.absolute())
+    repeated = config.replaced(model=model, residual=named)
+    facts = {
+        "mode": "live",
+        "model": str(config.model),
+        # A live model runs until its texts end.
+        "steps": None,
+        "new_tokens": config.new_tokens,
+        "temperature": config.temperature,
+        "trace": f"{len(ids)} prompts",
+        "dtype": dtype,
+        "residual": None if residual is None else residual.id,
+    }
+    finish(run, setup, repeated, store, result.steps, facts, out=out, perfetto=perfetto)
     return run
 
 

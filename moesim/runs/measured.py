@@ -7,6 +7,7 @@ same policies, same figures.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from moesim.runs.machine import (
     open_random_store,
 )
 from moesim.runs.memory import sharing_cards
-from moesim.runs.result import Run
+from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
     Setup,
     begins,
@@ -48,7 +49,7 @@ from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from moesim.engine.planner import Planner
     from moesim.policies.systems import Policies
@@ -175,7 +176,7 @@ def run_trace(
 
     begin_s = time.perf_counter()
     store = open_random_store(shape, config.store, dtype, config.distinct, building)
-    try:
+    with closed_after(store, config):
         check_store(store, shape, config.distinct)
         opened_s = time.perf_counter()
         device = device_of(profile)
@@ -193,42 +194,45 @@ def run_trace(
             progress=progress,
             meter=meter,
         )
-    finally:
-        # A store that was handed over open is still in use.
-        if store is not config.store:
-            store.close()
 
     # Memory of a GPU is no host memory.
     in_host = device.device.type == "cpu"
     _note_footprint(run, meter, dense, walk, in_host=in_host)
+    shared_records = store.index.distinct
+    # Experts that share records or come from an SSD need not cross the memory's wires.
+    if shared_records is None and setup.memory.host is None:
+        run.bound = run_bound(setup, walk, dense.bytes * in_host)
+    run.warnings += synthetic_caveats(opened.header)
+    # A reader should know that fewer bytes lie on the disk than the model has.
+    if shared_records is not None:
+        run.warnings.append(f"experts share {shared_records} records of the store")
     run.startup |= {
         "store_s": opened_s - begin_s,
         "dense_s": dense_s,
         "dense_bytes": dense.bytes,
     }
-
-    if config.store is not None:
-        # An open store is named by its folder.
-        setup.config = config.replaced(store=store.directory)
-    shared_records = store.index.distinct
-    run.config |= setup.effective_config(opened) | {
-        "world": "measured",
+    facts = {
         "mode": "trace",
         "shape": shape.name,
         "dtype": dtype,
-        "store": str(store.directory),
         "distinct_experts": shared_records,
-        "host_cache": config.host_cache,
     }
-    run.warnings += synthetic_caveats(opened.header)
-    # A reader should know that fewer bytes lie on the disk than the model has.
-    if shared_records is not None:
-        run.warnings.append(f"experts share {shared_records} records of the store")
-    finish(run, setup, walk, out=out, perfetto=perfetto)
-    # Experts that share records or come from an SSD need not cross the memory's wires.
-    if shared_records is None and setup.memory.host is None:
-        run.bound = run_bound(setup, walk, dense.bytes * in_host)
+    finish(
+        run, setup, config, store, walk, facts, trace=opened, out=out, perfetto=perfetto
+    )
     return run
+
+
+@contextmanager
+def closed_after(store: ExpertStore, config: MeasuredConfig) -> Iterator[None]:
+    """Close a store after the block, unless it was handed over open and is still in
+    use.
+    """
+    try:
+        yield
+    finally:
+        if store is not config.store:
+            store.close()
 
 
 def _rehearsed(setup: Setup, trace: Trace) -> list[RoutedStep]:
@@ -413,29 +417,44 @@ def execute(
 def finish(
     run: MeasuredRun,
     setup: Setup,
+    config: MeasuredConfig,
+    store: ExpertStore,
     steps: Sequence[RoutedStep],
+    facts: Mapping[str, Any],
     *,
+    trace: Trace | None = None,
     out: str | Path | None,
     perfetto: str | Path | None,
-    decided: bool = False,
 ) -> None:
-    """Add up the time to the first token, and write what belongs beside the tables.
+    """Add what it was run with and the time to the first token, and write what belongs
+    beside the tables.
 
     Args:
         run: measured.
         setup: what it was run with.
+        config: that repeats it.
+        store: the experts.
         steps: its routing.
+        facts: further entries of its configuration.
+        trace: that decided its routing; None where gates did, whose decisions are kept.
         out: folder of its tables.
         perfetto: file for its timeline, with that of the same run simulated below it.
-        decided: `steps` are known from this run alone, so they are kept with its
-            decisions.
     """
     from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415 - torch
         FILE_NAME,
         save_decision_log,
     )
 
-    run.config["begins"] = begins(setup.planner(), setup.calibration)
+    # An open store is named by its folder.
+    named = None if config.store is None else store.directory
+    setup.config = config.replaced(store=named)
+    run.config |= setup.effective_config(trace) | {
+        "world": "measured",
+        "host_cache": config.host_cache,
+        "store": str(store.directory),
+        "begins": begins(setup.planner(), setup.calibration),
+        **facts,
+    }
     ready_s = run.startup["dense_s"] + run.startup["experts_s"]
     run.startup["ready_s"] = ready_s
     if run.metrics["ttft_s"] is not None:
@@ -443,9 +462,9 @@ def finish(
     run.startup |= pace_of(run.timeline.step_chunks())
 
     if out is not None:
-        save_decision_log(
-            Path(out) / FILE_NAME, run.decision_log.entries, steps if decided else None
-        )
+        decided = steps if trace is None else None
+        save_decision_log(Path(out) / FILE_NAME, run.decision_log.entries, decided)
+        save_run(run, Path(out))
     if perfetto is not None:
         # Nothing but the clock differs: same policies, same routing, same costs.
         planner = setup.planner()

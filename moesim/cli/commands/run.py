@@ -88,7 +88,6 @@ def _measured(config: MeasuredConfig, options: RunOptions) -> "MeasuredRun":
     """Run the trace of a configuration, or its model on texts."""
     from moesim.cli.output import bars
     from moesim.runs import live, measured
-    from moesim.runs.result import save_run
     from moesim.runtime.text import read_prompts
 
     with bars("store", "running") as (building, running):
@@ -101,13 +100,9 @@ def _measured(config: MeasuredConfig, options: RunOptions) -> "MeasuredRun":
             "progress": lambda info: running(info.step + 1, None),
         }
         if config.model is None:
-            done: MeasuredRun = measured.run_trace(config, **keywords)
-        else:
-            texts = read_prompts(options.prompts or "")
-            done = live.run_live(config, texts, **keywords)
-        if options.out is not None:
-            save_run(done, options.out)
-        return done
+            return measured.run_trace(config, **keywords)
+        texts = read_prompts(options.prompts or "")
+        return live.run_live(config, texts, **keywords)
 
 
 def _check(config: MeasuredConfig, options: RunOptions) -> None:
