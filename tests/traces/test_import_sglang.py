@@ -13,7 +13,7 @@ from support.imports import bring, refused
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers.readers.arrays import load_torch
+from moesim.traces.importers.readers.arrays import floats, load_torch
 
 
 def test_dense_layers_stay_minus_one_and_are_not_counted(tmp_path):
@@ -226,7 +226,7 @@ def test_tensors_equal_what_torch_saved(tmp_path, dtype):
     for name, view in views.items():
         # numpy has no bfloat16.
         expected = view.float() if dtype == "bfloat16" else view
-        assert np.array_equal(found[name].whole(), expected.numpy())
+        assert np.array_equal(floats(found[name]), expected.numpy())
     assert (found["numbers"], found["pair"]) == (
         [1, -2, 3.5, None, True, "x", 1 << 40],
         (1, (2, 3)),
@@ -246,7 +246,7 @@ def test_a_torch_file_rewritten_by_other_hands(tmp_path):
         load_torch(source)["records"], load_torch(other)["records"], strict=True
     ):
         ids = "topk_ids_of_layer"
-        assert (one[ids].whole() == same[ids].whole()).all()
+        assert (one[ids] == same[ids]).all()
     torch.save({"records": torch.zeros(1).expand(1 << 30)}, tmp_path / "wide.pt")
     with pytest.raises(TraceError, match="twice"):
         load_torch(tmp_path / "wide.pt")

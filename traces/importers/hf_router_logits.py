@@ -15,7 +15,7 @@ import numpy as np
 
 from moesim.traces.format.arrays import to_float16, top_k
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.importers.readers.arrays import in_memory, kind_of, stored_arrays
+from moesim.traces.importers.readers.arrays import BF16, floats, kind_of, mapped_arrays
 from moesim.traces.importers.readers.foreign import (
     PROMPT_TOKENS,
     Foreign,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.arrays import Stored
 
     Block = dict[str, np.ndarray]
 
@@ -158,7 +157,7 @@ def _spans(
 def _blocks(
     path: Path,
     shape: ModelShape,
-    layers: list[Stored],
+    layers: list[np.ndarray],
     tokens: int,
     spans: list[tuple[int, int]],
 ) -> Iterator[Block]:
@@ -174,15 +173,13 @@ def _blocks(
     probabilities = _are_probabilities(layers[0])
     # A token has a row in every layer.
     part_tokens = max(1, BATCH_ROWS // len(layers))
-    sequences = zip(*(layer.rows(tokens) for layer in layers), strict=True)
-
-    for number, arrays in enumerate(sequences):
-        begin, end = spans[number]
+    for number, (begin, end) in enumerate(spans):
         for start in range(begin, end, part_tokens):
-            part = slice(start, min(start + part_tokens, end))
-            values = np.stack([array[part] for array in arrays], axis=1)  # [T, L, E]
-            values = values.astype(np.float32, copy=False)
-            _check_finite(path, number * tokens + start, values)
+            row = number * tokens + start
+            part = slice(row, row + min(part_tokens, end - start))
+            values = np.stack([floats(layer[part]) for layer in layers], axis=1)
+            values = values.astype(np.float32, copy=False)  # [T, L, E]
+            _check_finite(path, row, values)
             selection = selected(values, shape, probabilities=probabilities)
             yield dense_block(
                 number,
@@ -232,28 +229,25 @@ def selected(
     return Selection(experts, weights, scores)
 
 
-def _layers(path: Path) -> dict[str, Stored]:
+def _layers(path: Path) -> dict[str, np.ndarray]:
     """Name -> [rows, E] floats of every layer, in order."""
-    arrays = stored_arrays(path)
+    arrays = mapped_arrays(path)
     if not arrays:
         raise layout_error(path, "content", "one array per MoE layer", "no array")
 
-    # All layers stacked in one array lie layer by layer only after it is read.
-    if len(arrays) == 1 and len(next(iter(arrays.values())).shape) == 3:
-        ((name, stacked),) = arrays.items()
-        arrays = {
-            f"{name}.{index}": in_memory(layer)
-            for index, layer in enumerate(stacked.whole())
-        }
-
     first = next(iter(arrays.values()))
+    if len(arrays) == 1 and first.ndim == 3:
+        ((name, stacked),) = arrays.items()
+        arrays = {f"{name}.{index}": layer for index, layer in enumerate(stacked)}
+        first = stacked[0]
     for name, layer in arrays.items():
-        if len(layer.shape) != 2 or layer.dtype.kind != "f" or 0 in layer.shape:
+        is_float = layer.dtype.kind == "f" or layer.dtype == BF16
+        if layer.ndim != 2 or not is_float or not layer.size:
             raise layout_error(
                 path,
                 f"array {name!r}",
                 "floats [batch * seq, experts]",
-                f"{layer.dtype} {list(layer.shape)}",
+                f"{floats(layer).dtype} {list(layer.shape)}",
                 "",
             )
         if layer.shape != first.shape:
@@ -267,8 +261,8 @@ def _layers(path: Path) -> dict[str, Stored]:
     return arrays
 
 
-def _are_probabilities(layer: Stored) -> bool:
+def _are_probabilities(layer: np.ndarray) -> bool:
     """Whether values are >= 0 and every row sums to one, as far as 16-bit floats do."""
-    sample = next(layer.rows(min(_SAMPLE_ROWS, layer.shape[0]))).astype(np.float32)
+    sample = floats(layer[:_SAMPLE_ROWS]).astype(np.float32)
     sums_to_one = np.abs(sample.sum(axis=1) - 1) < _SUM_TOLERANCE
     return bool((sample >= 0).all() and sums_to_one.all())

@@ -18,7 +18,6 @@ import numpy as np
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.arrays import (
-    Stored,
     integers,
     is_bare_pickle,
     load_torch,
@@ -84,9 +83,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, _: ModelShape, **given: str) -> Foreign:
-    """The file's passes. Their list is in memory, their ids are read as they are
-    needed.
-    """
+    """The file's passes. Their list is in memory, their ids are mapped."""
     takes_first = bool(one_of(path, given, "equal_positions", ("first",)))
     cut_at = None
     if "cut_at" in given:
@@ -112,7 +109,7 @@ def read(path: Path, _: ModelShape, **given: str) -> Foreign:
                 "was recording started before the requests?",
             )
         rank = int(records[0]["rank"])
-        logical = _integers(path, _MAP, dump[_MAP], 2)
+        logical = integers(path, _MAP, dump[_MAP], 2)
     if logical.size and not 0 <= logical.min() <= logical.max() < 1 << 16:
         actual = f"{logical.min()}..{logical.max()}"
         raise layout_error(path, _MAP, "expert ids", actual)
@@ -126,12 +123,6 @@ def read(path: Path, _: ModelShape, **given: str) -> Foreign:
         notes.append("of requests at one position the first are taken to go on")
     facts = {"mode": "per_token", "rank": rank, "passes": len(records)}
     return Foreign(rows, notes=notes, facts=facts)
-
-
-def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
-    """The numbers of a tensor, which may still be in the file."""
-    array = value.whole() if isinstance(value, Stored) else value
-    return integers(path, place, array, dimensions)
 
 
 # -- requests --------------------------------------------------------------------------
@@ -442,7 +433,7 @@ def _physical_ids(
     path: Path, where: str, record: dict[str, Any], layers: int
 ) -> np.ndarray:
     """Int [layers, T, 8] of a pass of T tokens."""
-    ids = _integers(path, f"{where}: {_TOP_K_IDS}", record[_TOP_K_IDS], 3)
+    ids = integers(path, f"{where}: {_TOP_K_IDS}", record[_TOP_K_IDS], 3)
     counts = [len(record["positions"]), len(record["input_ids"]), ids.shape[1]]
     if len(set(counts)) > 1:
         expected = "as many positions and input_ids as tokens"

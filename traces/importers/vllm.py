@@ -10,7 +10,6 @@ a row for it fills it with one id.
 from __future__ import annotations
 
 import base64
-import io
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,12 +17,11 @@ import numpy as np
 from moesim.base.inputs import load_json, open_input, read_text
 from moesim.traces.importers.readers.arrays import (
     NPY,
-    in_memory,
     integers,
     kind_of,
+    mapped_arrays,
     npy,
     npy_header,
-    stored_arrays,
 )
 from moesim.traces.importers.readers.foreign import (
     DECODING_ERRORS,
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
     from moesim.base.errors import TraceError
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.arrays import Stored
 
     Block = dict[str, np.ndarray]
 
@@ -68,8 +65,8 @@ class _Completion(NamedTuple):
         model: its name, where the response has it.
     """
 
-    prompt: Stored | None
-    generated: Stored | None
+    prompt: np.ndarray | None
+    generated: np.ndarray | None
     model: str = ""
 
 
@@ -80,8 +77,7 @@ def recognises(path: Path) -> bool:
     kind = kind_of(path)
     if kind == "npy":
         try:
-            with path.open("rb") as file:
-                shape, _, dtype = npy_header(file)
+            shape, _, dtype, _ = npy_header(head(path))
         except DECODING_ERRORS:
             return True  # an array that is cut off: reading it says so
         return len(shape) == 3 and dtype.kind in "iu"
@@ -110,15 +106,14 @@ def _sequences(path: Path, stated: int | None) -> Iterator[Block]:
     """
     for number, completion in enumerate(_completions(path)):
         prompt, generated, _ = completion
-        split = stated if prompt is None else prompt.shape[0]
-        parts = [each for each in (prompt, generated) if each is not None]
-        arrays = [each.whole() for each in parts if each.shape[0]]
+        split = stated if prompt is None else len(prompt)
+        arrays = [ids for ids in (prompt, generated) if ids is not None and len(ids)]
         place = f"completion {number}"
         shapes = {each.shape[1:] for each in arrays}
         if len(shapes) > 1:
             raise layout_error(path, place, "one [layers, K] for all tokens", shapes)
         if arrays:
-            ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            ids = np.concatenate(arrays)
             yield dense_block(number, _computed(path, place, ids, split or 0), split)
 
 
@@ -177,14 +172,14 @@ def _completions(path: Path) -> Iterator[_Completion]:
 
 def _of_arrays(path: Path) -> Iterator[_Completion]:
     """Completions of named arrays; a prompt without a prefix belongs to all of them."""
-    arrays = stored_arrays(path)
+    arrays = mapped_arrays(path)
     if kind_of(path) == "npz":
         arrays = {
             name: ids for name, ids in arrays.items() if name.endswith(_GENERATED)
         }
 
     for name, ids in arrays.items():
-        is_routing = len(ids.shape) == 3 and ids.dtype.kind in "iu"
+        is_routing = ids.ndim == 3 and ids.dtype.kind in "iu"
         if not is_routing or 0 in ids.shape[1:]:
             actual = f"{ids.dtype} {list(ids.shape)}"
             expected = "integers with 3 dimensions"
@@ -257,8 +252,8 @@ def _of_response(
         if prompt is None and generated is not None:
             prompt, generated = _split(response, choice, generated)
         yield _Completion(
-            None if prompt is None else in_memory(prompt),
-            None if generated is None else in_memory(generated),
+            prompt,
+            generated,
             str(response.get("model", "")),
         )
 
@@ -296,8 +291,7 @@ def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
                 "other base64 bytes",
                 "save the array with numpy.save",
             )
-        stored = npy(path, place, lambda: io.BytesIO(data), len(data))
-        return integers(path, place, stored.whole(), 3)
+        return integers(path, place, npy(path, place, data), 3)
 
     if value == []:
         return np.empty((0, 1, 1), np.int32)
