@@ -6,7 +6,10 @@ replayed through the planner with one global pool of bytes, no prefetch and copi
 land at once, so that only the cache decides; then every active expert of every layer
 step is looked up in both.
 
-``python -m benchmarks.residency trace.parquet --cache-size 3000MiB`` prints it.
+``python -m benchmarks.residency trace.parquet dump.csv --cache-size 3000MiB`` prints
+it.
+
+Source of the columns: BigMoeOnEdge docs/telemetry.md, "Route trace".
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
+import pandas as pd
 
 from moesim.base.errors import TraceError
-from moesim.base.seals import check_seal
 from moesim.base.units import format_bytes, parse_bytes
 from moesim.engine.at_once import carry_out
 from moesim.engine.planner import Planner
@@ -33,29 +36,24 @@ from moesim.policies.names import RESIDENT
 from moesim.policies.sizes import GLOBAL, CacheSize, MemoryPlan
 from moesim.policies.systems import compose
 from moesim.traces.format.batch import compose as compose_steps
-from moesim.traces.format.parquet import open_parquet, read_metadata, values
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers.route_trace import (
-    RESIDENCY_OF,
-    RESIDENCY_SUFFIX,
-    residency_path,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from moesim.policies.base import Work
     from moesim.policies.run_context import RunContext
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
+    from moesim.traces.format.schema import ModelShape
 
 # What the engine recorded of a routing.
 MISS = 0
 HIT = 1
 PREFETCHED = 2
 
-_COLUMNS = ("seq", "pos", "layer", "expert", "residency", "dropped")
+_COLUMNS = ("expert", "residency", "dropped")
 
 
 class RankLRU(LRU):
@@ -164,63 +162,46 @@ class ResidencyCheck:
 
 def check_residency(
     trace: Trace | Path | str,
+    dump: Path,
     *,
     cache_bytes: int | None,
     cache: str = "lru",
-    residency: Path | None = None,
 ) -> ResidencyCheck:
     """Replay a trace through a cache of so many bytes and compare every access with
     what its engine recorded.
 
     Args:
-        trace: imported from route_trace v1.
+        trace: imported from `dump`.
+        dump: a route_trace v1 file.
         cache_bytes: the engine's expert cache; None takes the least size at which as
             many accesses hit as in the engine, which takes a dozen replays.
         cache: a cache policy; plain ``lru`` orders the experts of a layer step as the
             engine touches them.
-        residency: what the import wrote; None for ``TRACE.residency.parquet``, or the
-            file of that folder that was written with this trace.
 
     Raises:
-        TraceError: no residency beside the trace, or it belongs to another trace.
+        TraceError: the dump has no residency, or belongs to another trace.
         PolicyError: an unknown cache policy, or one that needs the future.
     """
     opened = open_trace(trace) if isinstance(trace, Path | str) else trace
-    record_path = residency or _residency_of(opened.path, opened.digest())
-    if cache_bytes is None:
-        cache_bytes = _engine_size(opened, cache, record_path)
-    return _replayed(opened, cache_bytes, cache, record_path)
+    record = _record(dump)
+
+    def replayed(cache_bytes: int) -> ResidencyCheck:
+        sequences = _recorded_sequences(opened, dump, record)
+        return _replayed(opened, cache_bytes, cache, sequences)
+
+    return replayed(cache_bytes or _engine_size(opened.shape, replayed))
 
 
-def _residency_of(trace: Path, digest: str) -> Path:
-    """The residency of a trace: beside it under its name, else the file of its
-    folder that was written with it, whatever either is called now.
-    """
-    expected = residency_path(trace)
-    if expected.is_file():
-        return expected
-    for path in sorted(trace.parent.glob(f"*{RESIDENCY_SUFFIX}")):
-        try:
-            metadata = read_metadata(path)
-        except (pa.ArrowException, OSError):
-            # Not ours to judge: it is none that belongs here.
-            continue
-        if metadata.get(RESIDENCY_OF.encode()) == digest.encode():
-            return path
-    return expected
-
-
-def _engine_size(trace: Trace, cache: str, record_path: Path) -> int:
+def _engine_size(shape: ModelShape, replayed: Callable[[int], ResidencyCheck]) -> int:
     """The least size at which as many accesses hit as in the engine, by bisection: hits
     of a replay grow with its cache.
     """
-    shape = trace.shape
     expert_bytes = shape.max_expert_bytes
     low = 1
     high = shape.layers * shape.experts
     while low < high:
         middle = (low + high) // 2
-        phases = _replayed(trace, middle * expert_bytes, cache, record_path).phases
+        phases = replayed(middle * expert_bytes).phases
         missing = sum(each.engine_hits - each.replay_hits for each in phases.values())
         if missing > 0:
             low = middle + 1
@@ -230,7 +211,7 @@ def _engine_size(trace: Trace, cache: str, record_path: Path) -> int:
 
 
 def _replayed(
-    opened: Trace, cache_bytes: int, cache: str, record_path: Path
+    opened: Trace, cache_bytes: int, cache: str, records: Iterator[_SequenceRecord]
 ) -> ResidencyCheck:
     """Replay the trace through a cache of one size, beside the record."""
     shape = opened.shape
@@ -251,7 +232,6 @@ def _replayed(
     )
 
     result = ResidencyCheck(cache, cache_bytes)
-    records = _recorded_sequences(opened, record_path)
     current = -1
     record = _SequenceRecord.empty()
     for step in compose_steps(opened, columns=tuple(columns)):
@@ -369,47 +349,54 @@ def _count(counts: AccessCounts, residency: int, *, replay_hit: bool) -> None:
     counts.prefetched += residency == PREFETCHED and not replay_hit
 
 
-def _recorded_sequences(trace: Trace, path: Path) -> Iterator[_SequenceRecord]:
-    """Read the record beside the trace, sequence by sequence, checked against the
-    trace's own experts.
+def _record(path: Path) -> pd.DataFrame:
+    """The accesses of a route_trace v1 file, in the order of its trace.
 
     Raises:
-        TraceError: no such file, not a record, or one of another trace.
+        TraceError: no such file, or another layout.
     """
     try:
-        check_seal(path)
-        with open_parquet(path) as file:
-            table = file.read(list(_COLUMNS), use_threads=False)
-    except FileNotFoundError:
-        raise TraceError(
-            f"{path}: no such file; `moesim trace import` of a route_trace v1 file"
-            " writes it"
-        ) from None
-    except (pa.ArrowException, OSError, KeyError) as error:
+        with path.open("rb") as file:
+            preamble = sum(1 for _ in takewhile(lambda line: line[:1] == b"#", file))
+        table = pd.read_csv(path, skiprows=preamble, skipinitialspace=True)
+        if "dropped" not in table:
+            table["dropped"] = 0
+        return table.sort_values(["turn", "step", "layer", "slot"])[list(_COLUMNS)]
+    except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise TraceError(
-            f"{path}: not a residency record: {reason}; import the route trace again"
+            f"{path}: expected a route_trace v1 file with residency, found: {reason}"
         ) from None
 
-    columns = {name: values(table.column(name).combine_chunks()) for name in _COLUMNS}
+
+def _recorded_sequences(
+    trace: Trace, path: Path, record: pd.DataFrame
+) -> Iterator[_SequenceRecord]:
+    """The record sequence by sequence, checked against the trace's own experts.
+
+    Raises:
+        TraceError: it is one of another trace.
+    """
     top_k = trace.shape.top_k
     start = 0
     for rows in trace.sequences():
-        # The record has one row per routing, in the order of the trace.
         stop = start + len(rows.pos) * top_k
-        routings = slice(start, stop)
+        routings = record.iloc[start:stop]
         start = stop
-        if not np.array_equal(columns["expert"][routings], rows.experts.reshape(-1)):
+        if not np.array_equal(routings["expert"], rows.experts.reshape(-1)):
             raise TraceError(
                 f"{path}: sequence {rows.seq}: its experts are not those of"
-                f" {trace.path}; import both again"
+                f" {trace.path}; import it again"
             )
+        experts, residency, dropped = (
+            routings[name].to_numpy().reshape(-1, top_k) for name in _COLUMNS
+        )
         yield _SequenceRecord(
             prompt=int(np.count_nonzero(rows.phase == Phase.PREFILL)),
             layer=rows.layer,
-            experts=columns["expert"][routings].reshape(-1, top_k),
-            residency=columns["residency"][routings].reshape(-1, top_k),
-            dropped=columns["dropped"][routings].reshape(-1, top_k),
+            experts=experts,
+            residency=residency,
+            dropped=dropped,
             layers=trace.shape.layers,
         )
 
@@ -417,14 +404,17 @@ def _recorded_sequences(trace: Trace, path: Path) -> Iterator[_SequenceRecord]:
 def main(words: list[str] | None = None) -> int:
     """Compare, and print; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.residency")
-    parser.add_argument("trace", type=Path, help="imported from route_trace v1")
+    parser.add_argument("trace", type=Path, help="imported from the dump")
+    parser.add_argument("dump", type=Path, help="what the engine wrote, route_trace v1")
     parser.add_argument("--cache", default="lru", help="policy to compare with")
     parser.add_argument("--cache-size", help="of the engine; default: by its hits")
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(words)
     try:
         size = asked.cache_size and parse_bytes(asked.cache_size, where="--cache-size")
-        check = check_residency(asked.trace, cache_bytes=size, cache=asked.cache)
+        check = check_residency(
+            asked.trace, asked.dump, cache_bytes=size, cache=asked.cache
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

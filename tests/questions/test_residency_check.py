@@ -7,14 +7,12 @@ touched. Source: BigMoeOnEdge docs/telemetry.md and scripts/route-replay.py.
 """
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from support import foreign_files as files
 from support.imports import bring
 
 from benchmarks.residency import check_residency, main
 from moesim.base.errors import TraceError
-from moesim.traces.importers.route_trace import residency_path
 
 SIZES = (1000, 2000, 3000)
 
@@ -71,8 +69,9 @@ def test_every_access_agrees_with_the_engines_own_lru(tmp_path, budget):
     """
     truth = files.routing(((3, 60), (4, 50), (2, 40)), seed=4)
     residency, (lookups, hits) = engine(truth, budget)
-    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
-    found = check_residency(trace, cache_bytes=budget)
+    path = files.route_trace(tmp_path / "dump", truth, residency=residency)
+    _, trace = bring(path)
+    found = check_residency(trace, path, cache_bytes=budget)
     decode = found.phases["decode"]
     assert (decode.accesses, decode.engine_hits) == (lookups, hits)
     assert found.first is None
@@ -82,12 +81,14 @@ def test_every_access_agrees_with_the_engines_own_lru(tmp_path, budget):
 
 def test_another_budget_or_policy_does_not_agree(tmp_path):
     truth = files.routing(((3, 60),), seed=4)
-    _, trace = bring(
-        files.route_trace(tmp_path / "dump", truth, residency=engine(truth, 26_000)[0])
+    residency, _ = engine(truth, 26_000)
+    path = files.route_trace(tmp_path / "dump", truth, residency=residency)
+    _, trace = bring(path)
+    assert (
+        check_residency(trace, path, cache_bytes=26_000).phases["decode"].share == 1.0
     )
-    assert check_residency(trace, cache_bytes=26_000).phases["decode"].share == 1.0
-    smaller = check_residency(trace, cache_bytes=20_000)
-    other = check_residency(trace, cache_bytes=26_000, cache="lfu")
+    smaller = check_residency(trace, path, cache_bytes=20_000)
+    other = check_residency(trace, path, cache_bytes=26_000, cache="lfu")
     assert smaller.phases["decode"].share < 1.0
     assert smaller.phases["decode"].only_engine > smaller.phases["decode"].only_replay
     assert other.phases["decode"].share < 1.0
@@ -101,7 +102,7 @@ def test_a_prefetched_expert_is_counted_as_such_and_a_dropped_one_left_out(tmp_p
     residency[0][token, layer, slot] = 2
     path = files.route_trace(tmp_path / "dump", truth, residency=residency)
     _, trace = bring(path)
-    decode = check_residency(trace, cache_bytes=26_000).phases["decode"]
+    decode = check_residency(trace, path, cache_bytes=26_000).phases["decode"]
     assert (decode.only_engine, decode.prefetched, decode.agree) == (
         1,
         1,
@@ -111,30 +112,22 @@ def test_a_prefetched_expert_is_counted_as_such_and_a_dropped_one_left_out(tmp_p
     lines[-1] = lines[-1][:-1] + "1"
     path.write_text("\n".join(lines) + "\n")
     _, trace = bring(path)
-    after = check_residency(trace, cache_bytes=26_000).phases["decode"]
+    after = check_residency(trace, path, cache_bytes=26_000).phases["decode"]
     assert (after.dropped, after.accesses) == (1, decode.accesses - 1)
 
 
-def test_the_record_lies_beside_the_trace_and_must_belong_to_it(tmp_path):
-    truth = files.routing()
-    _, trace = bring(files.route_trace(tmp_path / "dump", truth))
-    beside = residency_path(trace.path)
-    table = pq.read_table(beside)
-    assert (table.num_rows, table.column_names[-1]) == (trace.rows * 2, "read_bytes")
-    pq.write_table(table.slice(1), beside)
-    with pytest.raises(
-        TraceError,
-        match=r"sequence 0: its experts are not those of .*; import both again",
-    ):
-        check_residency(trace, cache_bytes=1000)
-    beside.write_text("no parquet")
-    with pytest.raises(TraceError, match="not a residency record"):
-        check_residency(trace, cache_bytes=1000)
-    beside.unlink()
-    with pytest.raises(
-        TraceError, match="`moesim trace import` of a route_trace v1 file writes it"
-    ):
-        check_residency(trace, cache_bytes=1000)
+def test_the_record_must_belong_to_the_trace(tmp_path):
+    path = files.route_trace(tmp_path / "dump", files.routing())
+    _, trace = bring(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(TraceError, match="its experts are not those of"):
+        check_residency(trace, path, cache_bytes=1000)
+    path.write_text("turn,step\n1,2\n")
+    with pytest.raises(TraceError, match="expected a route_trace v1 file"):
+        check_residency(trace, path, cache_bytes=1000)
+    with pytest.raises(TraceError, match="No such file"):
+        check_residency(trace, tmp_path / "none", cache_bytes=1000)
 
 
 @pytest.mark.parametrize("budget", [20_000, 33_333])
@@ -142,31 +135,21 @@ def test_the_engines_cache_is_found_from_its_hits(tmp_path, budget):
     """The least number of the largest experts at which as many accesses hit."""
     truth = files.routing(((3, 60), (4, 50)), seed=4)
     residency, _ = engine(truth, budget)
-    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
-    check = check_residency(trace, cache_bytes=None)
+    path = files.route_trace(tmp_path / "dump", truth, residency=residency)
+    _, trace = bring(path)
+    check = check_residency(trace, path, cache_bytes=None)
     assert check.replay_hits >= check.engine_hits
-    smaller = check_residency(trace, cache_bytes=check.cache_bytes - max(SIZES))
+    smaller = check_residency(trace, path, cache_bytes=check.cache_bytes - max(SIZES))
     assert smaller.replay_hits < smaller.engine_hits
     assert abs(check.cache_bytes - budget) <= 2 * max(SIZES)
-
-
-def test_the_record_of_a_renamed_trace_is_found_by_its_digest(tmp_path):
-    truth = files.routing(((3, 20),), seed=4)
-    residency, _ = engine(truth, 26_000)
-    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
-    moved = trace.path.with_name("renamed.parquet")
-    trace.path.rename(moved)
-    # Another record in the same folder, and one that is none.
-    other = tmp_path / "other.residency.parquet"
-    other.write_bytes(b"no parquet")
-    assert check_residency(moved, cache_bytes=26_000).first is None
 
 
 def test_a_size_is_found_where_none_is_stated(capsys, tmp_path):
     truth = files.routing(((3, 20),), seed=4)
     residency, _ = engine(truth, 26_000)
-    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
-    assert main([str(trace.path)]) == 0
+    path = files.route_trace(tmp_path / "dump", truth, residency=residency)
+    _, trace = bring(path)
+    assert main([str(trace.path), str(path)]) == 0
     assert "100.00% agree" in capsys.readouterr().out
-    assert main([str(trace.path), "--cache-size", "lots"]) == 2
+    assert main([str(trace.path), str(path), "--cache-size", "lots"]) == 2
     assert "expected a size" in capsys.readouterr().err

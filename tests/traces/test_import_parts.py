@@ -1,14 +1,13 @@
 """Files that are read in parts give what they give as a whole, wherever a part ends."""
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from support import foreign_files as files
 from support.imports import WRITERS, bring, write
 
 from moesim.traces.format import sorting
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers import hf_router_logits, route_trace, sglang
+from moesim.traces.importers import hf_router_logits, sglang
 from moesim.traces.importers.readers import json_lines, tables
 
 
@@ -33,7 +32,7 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     whole = told(bring(source, options)[1], columns)
     monkeypatch.setattr(json_lines, "BATCH_ROWS", 1)
     monkeypatch.setattr(tables, "CSV_BYTES", 160)
-    for module in (hf_router_logits, sglang, route_trace):
+    for module in (hf_router_logits, sglang):
         monkeypatch.setattr(module, "BATCH_ROWS", 1)
     assert told(bring(source, options)[1], columns) == whole
 
@@ -52,13 +51,11 @@ def test_route_trace_lines_that_stand_apart_are_sorted(tmp_path, monkeypatch, li
     path = files.route_trace(tmp_path / "dump", files.routing())
     _, trace = bring(path)
     whole = told(trace, ("weights",))
-    residency = pq.read_table(route_trace.residency_path(trace.path))
     head, rows = lines_of(path)
     order = np.random.default_rng(0).permutation(len(rows))
     path.write_text("\n".join([*head, *(rows[row] for row in order)]) + "\n")
     _, trace = bring(path)
     assert told(trace, ("weights",)) == whole
-    assert pq.read_table(route_trace.residency_path(trace.path)).equals(residency)
 
 
 def test_route_trace_one_unknown_weight_makes_all_unknown(tmp_path, monkeypatch):

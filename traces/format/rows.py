@@ -26,9 +26,6 @@ _KINDS = {
     "experts": (np.uint16, 0, 1 << 16),
     "rank": (np.int64, 0, 1 << 63),
     "from_end": (np.int32, -(1 << 31), 1 << 31),
-    "residency": (np.int8, 0, 3),
-    "dropped": (np.int8, 0, 2),
-    "read_bytes": (np.int64, 0, 1 << 63),
     # Only passed on.
     "token": (np.int32, -(1 << 31), 1 << 31),
     "step": (np.int64, 0, 1 << 53),

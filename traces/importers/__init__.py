@@ -263,12 +263,8 @@ class _Import:
         )
         by_weight = False
         quality = QualityChecker(shape)
-        with (
-            foreign.beside(self.out) as without_extras,
-            TraceWriter(self.out, complete, columns) as writer,
-        ):
-            blocks = map(without_extras, chain((first,), kept))
-            for number, block in enumerate(blocks):
+        with TraceWriter(self.out, complete, columns) as writer:
+            for number, block in enumerate(chain((first,), kept)):
                 name = block["seq"][0]
                 if foreign.header is None:
                     block["seq"] = np.full(len(block["pos"]), number, np.int32)

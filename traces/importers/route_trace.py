@@ -1,11 +1,8 @@
-"""BigMoeOnEdge route_trace v1: CSV behind a ``#`` preamble, one row per routed expert,
-with the residency it met.
+"""BigMoeOnEdge route_trace v1: CSV behind a ``#`` preamble, one row per routed expert.
 
 Columns are read by name: turn, phase (0 prefill, 1 decode), step (absolute position),
-layer, slot (rank), expert, weight, residency (0 miss, 1 hit, 2 first touch of a
-prefetch), expert_bytes, and perhaps dropped. The bytes of each layer's experts replace
-the model's; residency goes into ``OUT.residency.parquet`` for `moesim trace
-check-residency`.
+layer, slot (rank), expert, weight, and others that are left out. The bytes of each
+layer's experts replace the model's.
 
 Source: BigMoeOnEdge docs/telemetry.md, "Route trace".
 """
@@ -14,17 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from moesim.base.files import sha256, written_beside
-from moesim.traces.format.parquet import numbers, sealed_writer
 from moesim.traces.format.rows import blocks
-from moesim.traces.format.sorting import BATCH_ROWS, ApartError
+from moesim.traces.format.sorting import ApartError
 from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     Foreign,
@@ -36,8 +28,7 @@ from moesim.traces.importers.readers.tables import csv_rows
 from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
@@ -49,7 +40,7 @@ KNOWS_SHAPE = True
 
 _MAGIC = b"# route_trace v"
 _NEEDED = ("turn", "phase", "step", "layer", "slot", "expert")
-# The file's columns -> a trace's, or those of the table beside it.
+# The file's columns -> ours.
 _OURS = {
     "turn": "seq",
     "phase": "phase",
@@ -58,9 +49,6 @@ _OURS = {
     "slot": "rank",
     "expert": "expert",
     "weight": "weight",
-    "residency": "residency",
-    "expert_bytes": "read_bytes",
-    "dropped": "dropped",
 }
 # The layout's names, and ours.
 MAPPED = {
@@ -69,23 +57,6 @@ MAPPED = {
     "experts": "expert",
     "weights": "weight",
 }
-_RESIDENCY_COLUMNS = ("residency", "dropped", "read_bytes")
-RESIDENCY_SUFFIX = ".residency.parquet"
-_RESIDENCY = pa.schema(
-    [
-        ("seq", pa.int32()),
-        ("pos", pa.int32()),
-        ("layer", pa.int16()),
-        ("slot", pa.int16()),
-        ("expert", pa.uint16()),
-        ("residency", pa.int8()),
-        ("dropped", pa.int8()),
-        ("read_bytes", pa.int64()),
-    ]
-)
-RESIDENCY_OF = "trace_sha256"
-"""Key of the digest of the trace that residency belongs to, in the file's metadata."""
-
 _PREAMBLE_BYTES = 1 << 20
 # A preamble that claims more must not make the dense layers fill the memory.
 _MOST_LAYERS = 4096
@@ -127,7 +98,6 @@ def read(path: Path, shape: ModelShape | None, names: Mapped) -> Foreign:
             if name in opening.facts
         },
         no_weights="" if "weight" in columns else NO_WEIGHTS,
-        beside=_beside,
     )
 
 
@@ -266,80 +236,3 @@ def _header_columns(path: Path, place: str, line: str, names: Mapped) -> list[st
         by_theirs.get(column, f"their {column}" if column in names else column)
         for column in columns
     ]
-
-
-# -- residency, beside the trace -------------------------------------------------------
-
-
-def residency_path(trace: Path) -> Path:
-    """Return where the residency beside a trace is written."""
-    return trace.with_name(trace.name + RESIDENCY_SUFFIX)
-
-
-@contextmanager
-def _beside(out: Path) -> Iterator[Callable[[Block], Block]]:
-    """Write ``OUT.residency.parquet`` where blocks have residency, a row per access;
-    blocks lose those columns.
-    """
-    writer: pq.ParquetWriter | None = None
-
-    with ExitStack() as stack:
-
-        def without_residency(block: Block) -> Block:
-            nonlocal writer
-            residency = {
-                name: block.pop(name) for name in _RESIDENCY_COLUMNS if name in block
-            }
-            if "residency" not in residency:
-                return block
-
-            # Opened at the first need: most files tell no residency.
-            if writer is None:
-                part = stack.enter_context(written_beside(residency_path(out)))
-                writer = stack.enter_context(_residency_writer(part))
-
-            for start in range(0, len(block["pos"]), BATCH_ROWS):
-                rows = slice(start, start + BATCH_ROWS)
-                writer.write_table(_accesses(block, residency, rows))
-            return block
-
-        yield without_residency
-
-        # The trace is complete by now. A file that is renamed keeps its digest.
-        if writer is not None:
-            writer.add_key_value_metadata({RESIDENCY_OF: sha256(out)})
-
-
-def _residency_writer(path: Path) -> AbstractContextManager[pq.ParquetWriter]:
-    return sealed_writer(
-        path,
-        _RESIDENCY,
-        compression="zstd",
-        use_dictionary=[name for name in _RESIDENCY.names if name != "expert"],
-        column_encoding={"expert": "BYTE_STREAM_SPLIT"},
-        write_statistics=False,
-    )
-
-
-def _accesses(block: Block, residency: Block, rows: slice) -> pa.Table:
-    """A row per access of some rows [N, K] of a block."""
-    experts = block["experts"][rows]
-    count, top_k = experts.shape
-
-    kinds = {field.name: field.type.to_pandas_dtype() for field in _RESIDENCY}
-    columns = {
-        # Narrowed before there are K of each.
-        name: np.repeat(block[name][rows].astype(kinds[name]), top_k)
-        for name in ("seq", "pos", "layer")
-    }
-    columns["slot"] = np.tile(np.arange(top_k, dtype=kinds["slot"]), count)
-    columns["expert"] = experts.reshape(-1)
-    for name in _RESIDENCY_COLUMNS:
-        known = name in residency
-        column = residency[name][rows].reshape(-1) if known else None
-        columns[name] = np.zeros(count * top_k) if column is None else column
-
-    arrays = [
-        numbers(columns[name].astype(kind, copy=False)) for name, kind in kinds.items()
-    ]
-    return pa.Table.from_arrays(arrays, schema=_RESIDENCY)

@@ -55,7 +55,7 @@ _PLAIN = (
 
 BF16 = np.dtype([("bf16", "<u2")])
 """numpy has no bfloat16: its bits are the upper half of a float's (`floats`)."""
-_SAFETENSORS_KINDS = {
+_SAFETENSORS_KINDS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -271,8 +271,7 @@ def npy(path: Path, name: str, data: bytes | memoryview) -> np.ndarray:
     if min(shape, default=0) < 0 or due > len(data) - start:
         expected = f"at most {len(data) - start} bytes"
         raise layout_error(path, name, expected, f"shape {shape} of {dtype}")
-    order = "F" if fortran else "C"
-    return np.ndarray(shape, dtype, data, start, order=order)
+    return np.ndarray(shape, dtype, data, start, order="F" if fortran else "C")
 
 
 def npy_header(

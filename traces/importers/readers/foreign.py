@@ -9,7 +9,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from moesim.base.inputs import InputError, open_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import numpy as np
@@ -51,8 +50,6 @@ class Foreign:
         facts: what the file says about itself, JSON values only.
         header: of a file that has one; it then takes the place of the three above.
         no_weights: the note of rows without weights.
-        beside: a context manager for a file next to the trace; it gives a function that
-            takes from each block what a trace has no column for.
     """
 
     pieces: Callable[[], Iterable[Block]]
@@ -63,9 +60,6 @@ class Foreign:
     facts: dict[str, Any] = field(default_factory=dict)
     header: TraceHeader | None = None
     no_weights: str = NO_WEIGHTS
-    beside: Callable[[Path], AbstractContextManager[Callable[[Block], Block]]] = (
-        lambda out: nullcontext(lambda block: block)  # noqa: ARG005 - named in calls
-    )
 
 
 def head(path: Path, count: int = 65_536) -> bytes:
