@@ -27,7 +27,7 @@ from moesim.policies.cache._offline_bounds import Uses
 from moesim.policies.names import ABSENT, CPU, DECODE, IN_FLIGHT, RESIDENT
 from moesim.policies.run_context import RunContext
 from moesim.traces.format.schema import ModelShape
-from moesim.traces.predictions import tallies
+from moesim.traces.predictions import predicted_workload
 
 SHARED_TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -182,8 +182,13 @@ class View(MachineView):
             name: np.array(rows, np.float16).astype(np.float32)
             for name, rows in predicted.items()
         }
-        workload, sums = tallies(columns, policy.needs, self.top_k, self.experts)
-        self.workload, self.score_sums = workload.data, sums.data
+        no_scores = np.zeros((0, self.experts), np.float32)
+        scores = [columns.get(name, no_scores) for name in policy.needs]
+        shape = len(scores), self.experts
+        workload = [predicted_workload(each, self.top_k) for each in scores]
+        self.workload = np.array(workload, np.int32).reshape(shape).data
+        sums = [each.sum(axis=0) for each in scores]
+        self.score_sums = np.array(sums, np.float32).reshape(shape).data
         if policy.reads_tokens and "pred1_raw" in columns:
             self.predicted = columns["pred1_raw"].astype(np.float64).data
 

@@ -96,6 +96,7 @@ class PassRows:
 
     Attributes:
         phase: prefill or decode.
+        layer: int64 [S].
         edges: int64 [S + 1]; layer step i owns accesses ``edges[i]:edges[i + 1]``.
         experts: int32 [A], ascending within a layer step.
         tokens: int32 [A], the workload of each.
@@ -110,6 +111,7 @@ class PassRows:
     """
 
     phase: Phase
+    layer: np.ndarray
     edges: np.ndarray
     experts: np.ndarray
     tokens: np.ndarray
@@ -118,7 +120,7 @@ class PassRows:
     context_tokens: np.ndarray
     sequences: np.ndarray
     rows: dict[str, np.ndarray]
-    layer_step: np.ndarray | None
+    layer_step: np.ndarray | None = None
     drafted: int = 0
     kept: int | None = None
 
@@ -320,20 +322,7 @@ class SequenceGroup:
 
     def _prefill(self, spans: list[slice]) -> PassRows:
         """The pass that computes the prompt tokens in `spans` of each sequence."""
-        prompts = [
-            rows.pos[span]
-            for rows, span in zip(self._group, spans, strict=True)
-            if span.stop > span.start
-        ]
-        rows = self._gather(spans)
-        return self._pass_rows(
-            Phase.PREFILL,
-            rows,
-            rows["layer"].astype(np.int64),
-            tokens=np.array([sum(_distinct(pos) for pos in prompts)]),
-            context_tokens=np.array([1 + max(int(pos[-1]) for pos in prompts)]),
-            sequences=np.array([len(prompts)]),
-        )
+        return self._one_pass(Phase.PREFILL, spans)
 
     def _verifying(self) -> Iterator[PassRows]:
         """The decode passes of one sequence, each of which verifies a draft."""
@@ -342,17 +331,25 @@ class SequenceGroup:
         for place, computed, kept in self._passes.verified(generated, sequence):
             first = self._prompt_rows[0] + self.layers * place
             span = slice(first, first + self.layers * computed)
-            rows = self._gather([span])
-            context_tokens = 1 + int(self._group[0].pos[span.stop - 1])
-            passes = self._pass_rows(
-                Phase.DECODE,
-                rows,
-                rows["layer"].astype(np.int64),
-                tokens=np.array([computed]),
-                context_tokens=np.array([context_tokens]),
-                sequences=np.array([1]),
-            )
+            passes = self._one_pass(Phase.DECODE, [span])
             yield replace(passes, drafted=computed - 1, kept=kept)
+
+    def _one_pass(self, phase: Phase, spans: list[slice]) -> PassRows:
+        """The pass that computes all tokens in `spans` of each sequence."""
+        positions = [
+            rows.pos[span]
+            for rows, span in zip(self._group, spans, strict=True)
+            if span.stop > span.start
+        ]
+        rows = self._gather(spans)
+        return self._pass_rows(
+            phase,
+            rows,
+            rows["layer"].astype(np.int64),
+            tokens=np.array([sum(map(_distinct, positions))]),
+            context_tokens=np.array([1 + max(int(pos[-1]) for pos in positions)]),
+            sequences=np.array([len(positions)]),
+        )
 
     def _decode(self, start: int, stop: int) -> PassRows:
         """Decode steps `start` to `stop` of the group."""
@@ -366,17 +363,16 @@ class SequenceGroup:
         run in each step.
         """
         rows = self._gather(spans)
-        context_tokens = self._context_tokens(spans, len(alive))
+        sizes = {
+            "tokens": alive,
+            "context_tokens": self._context_tokens(spans, len(alive)),
+            "sequences": alive,
+        }
         if alive[0] > 1:
             # Number of each row's layer step among those of this call.
             layer_step = [np.arange(span.stop - span.start) for span in spans]
             return self._pass_rows(
-                Phase.DECODE,
-                rows,
-                np.concatenate(layer_step),
-                tokens=alive,
-                context_tokens=context_tokens,
-                sequences=alive,
+                Phase.DECODE, rows, np.concatenate(layer_step), **sizes
             )
 
         # Where one sequence runs, every row is a layer step of K distinct experts.
@@ -384,15 +380,15 @@ class SequenceGroup:
         experts = np.sort(rows["experts"].astype(np.int32), axis=1).reshape(-1)
         return PassRows(
             Phase.DECODE,
+            layer=rows["layer"].astype(np.int64),
             edges=np.arange(count + 1) * top_k,
             experts=experts,
             tokens=np.ones(len(experts), np.int32),
             row_edges=np.arange(count + 1),
             pass_tokens=alive,
-            context_tokens=context_tokens,
+            context_tokens=sizes["context_tokens"],
             sequences=alive,
             rows=rows,
-            layer_step=None,
         )
 
     def _decode_spans(self, start: int, stop: int) -> list[slice]:
@@ -442,6 +438,7 @@ class SequenceGroup:
 
         return PassRows(
             phase,
+            layer=np.arange(places) % self.layers,
             edges=np.searchsorted(used, np.arange(places + 1) * self.experts),
             experts=(used % self.experts).astype(np.int32),
             tokens=counts[used].astype(np.int32),
@@ -503,7 +500,7 @@ class SequenceGroup:
             name: _cut(passes.column(name), passes.row_edges)
             for name in ("experts", *self._columns)
         }
-        numbers = list(range(self.layers)) * (len(experts) // self.layers)
+        numbers = passes.layer.tolist()
 
         predictors = [name for name in views if name in PREDICTION_COLUMNS]
         predicted: Iterable[dict[str, np.ndarray]] = repeat({})

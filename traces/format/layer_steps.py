@@ -7,19 +7,24 @@ costs microseconds each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.traces.format.batch import SequenceGroup, check_counts, sequence_groups
+from moesim.traces.format.batch import (
+    PassRows,
+    SequenceGroup,
+    check_counts,
+    sequence_groups,
+)
 from moesim.traces.format.schema import prediction_distance
 from moesim.traces.passes import Passes, check_passes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from moesim.traces.format.batch import PassRows, RoutedLayer, RoutedStep
+    from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
 
@@ -63,7 +68,6 @@ class LayerSteps:
             following rows as `rows` says.
         token_scores, token_weights, token_predicted: float64 [R, ...], gate scores,
             combine weights and ``pred1_raw`` of every token, as far as they were read.
-        routed: objects [N], every layer step as `compose` gives it.
     """
 
     step: np.ndarray
@@ -86,7 +90,6 @@ class LayerSteps:
     token_scores: np.ndarray | None = None
     token_weights: np.ndarray | None = None
     token_predicted: np.ndarray | None = None
-    routed: np.ndarray | None = None
 
     def first(self, count: int) -> LayerSteps:
         """The first `count` layer steps."""
@@ -115,7 +118,6 @@ def layer_steps(
     predictors: tuple[str, ...] = (),
     routing: bool = False,
     tokens: bool = False,
-    routed: bool = False,
 ) -> Iterator[LayerSteps]:
     """Cut a trace into blocks of layer steps, as `compose` would with this `batch` and
     so many `steps`.
@@ -128,7 +130,6 @@ def layer_steps(
         predictors: those of them whose predicted workloads are asked for.
         routing: with the experts of every token.
         tokens: with the gate outputs of every token, as far as they are columns.
-        routed: with every layer step as an object.
 
     Raises:
         TraceError: `batch` or `steps` below 1, a missing column, or a damaged trace.
@@ -144,10 +145,9 @@ def layer_steps(
         drafts=trace.passes.draft_tokens > 0,
         routing=routing,
         tokens=tokens,
-        routed=routed,
     )
     # Numbers of all experts are many more than those of the active ones.
-    most = BLOCK_ACCESSES // 16 if columns or routing or routed else BLOCK_ACCESSES
+    most = BLOCK_ACCESSES // 16 if columns or routing else BLOCK_ACCESSES
     return joined(parts if steps is None else _first(parts, steps), most)
 
 
@@ -172,53 +172,89 @@ def _of_groups(
     drafts: bool = False,
     routing: bool = False,
     tokens: bool = False,
-    routed: bool = False,
 ) -> Iterator[LayerSteps]:
     step = 0
     for group in groups:
         for passes in group.passes():
-            part = _of_passes(passes, group.layers, step, group.index)
-            more: dict[str, np.ndarray] = {}
-            if "scores" in columns:
-                more["scores"] = _mean_scores(passes)
-            if predictors:
-                more |= _predicted(passes, predictors, group.layers, group.experts)
-            if drafts:
-                made = part.pass_tokens if passes.kept is None else passes.kept
-                more["drafted"] = np.full(len(part.layer), passes.drafted)
-                more["made"] = np.broadcast_to(made, len(part.layer))
-            if routing:
-                more["routing"] = passes.column("experts")
-            if tokens:
-                more |= {
-                    called: passes.column(name).astype(np.float64)
-                    for name, called in _TOKEN_COLUMNS.items()
-                    if name in columns
-                }
-            if routed:
-                more["routed"] = np.array(group.routed_layers(passes), object)
-            yield replace(part, **more) if more else part
+            # Layers from here on have no target: it lies past the last one.
+            targets = {
+                name: passes.layer < group.layers - prediction_distance(name)
+                for name in predictors
+            }
+            yield _of_passes(
+                passes,
+                step,
+                group.index,
+                columns,
+                targets,
+                drafts=drafts,
+                routing=routing,
+                tokens=tokens,
+                experts=group.experts,
+            )
             step += len(passes.pass_tokens)
 
 
-def _of_passes(passes: PassRows, layers: int, step: int, number: int) -> LayerSteps:
-    """Passes from `step` on, of the batch with this number."""
-    count = len(passes.pass_tokens)
-    steps = np.arange(step, step + count, dtype=np.int64)
-    total = count * layers
+def _of_passes(
+    passes: PassRows,
+    step: int,
+    batch: int,
+    columns: tuple[str, ...],
+    targets: Mapping[str, np.ndarray],
+    *,
+    drafts: bool,
+    routing: bool,
+    tokens: bool,
+    experts: int,
+) -> LayerSteps:
+    """Passes from `step` on, of the batch with this number.
 
+    Args:
+        passes: with the columns that are asked for, as far as there are any.
+        step, batch: of the first pass.
+        columns: of the gate that are read.
+        targets: predictor -> bool [S], whether the layer that it predicts exists.
+        drafts: with what drafts proposed.
+        routing: with the experts of every token.
+        tokens: with the gate outputs of every token.
+        experts: of a layer.
+    """
+    total = len(passes.layer)
+    layers = total // len(passes.pass_tokens)
+
+    def by_layer_step(values: np.ndarray) -> np.ndarray:
+        return np.repeat(values.astype(np.int64), layers)
+
+    more: dict[str, np.ndarray] = {}
+    if "scores" in columns and "scores" in passes.rows:
+        more["scores"] = _mean_scores(passes)
+    if targets:
+        more |= _predicted(passes, targets, experts)
+    if drafts:
+        made = passes.pass_tokens if passes.kept is None else np.array([passes.kept])
+        more["drafted"] = np.full(total, passes.drafted)
+        more["made"] = by_layer_step(made)
+    if routing:
+        more["routing"] = passes.column("experts")
+    if tokens:
+        more |= {
+            called: passes.column(name).astype(np.float64)
+            for name, called in _TOKEN_COLUMNS.items()
+            if name in columns and name in passes.rows
+        }
     return LayerSteps(
-        step=np.repeat(steps, layers),
-        batch=np.full(total, number, np.int64),
+        step=by_layer_step(step + np.arange(len(passes.pass_tokens))),
+        batch=np.full(total, batch, np.int64),
         phase=np.full(total, passes.phase, np.int8),
-        layer=np.tile(np.arange(layers, dtype=np.int64), count),
+        layer=passes.layer,
         edges=passes.edges.astype(np.int64),
         experts=passes.experts,
         tokens=passes.tokens,
         rows=np.diff(passes.row_edges),
-        pass_tokens=np.repeat(passes.pass_tokens.astype(np.int64), layers),
-        context_tokens=np.repeat(passes.context_tokens.astype(np.int64), layers),
-        sequences=np.repeat(passes.sequences.astype(np.int64), layers),
+        pass_tokens=by_layer_step(passes.pass_tokens),
+        context_tokens=by_layer_step(passes.context_tokens),
+        sequences=by_layer_step(passes.sequences),
+        **more,
     )
 
 
@@ -226,7 +262,7 @@ def _mean_scores(passes: PassRows) -> np.ndarray:
     """Gate scores, mean over the tokens of each layer step: float64 [S, E]."""
     scores = passes.column("scores").astype(np.float64)
     counts = np.diff(passes.row_edges)
-    if passes.layer_step is None:
+    if (counts == 1).all():
         return scores
     # A layer that no token of a prompt reaches has no mean.
     mean = np.full((len(counts), scores.shape[1]), np.nan)
@@ -238,28 +274,26 @@ def _mean_scores(passes: PassRows) -> np.ndarray:
 
 
 def _predicted(
-    passes: PassRows, predictors: tuple[str, ...], layers: int, experts: int
+    passes: PassRows, targets: Mapping[str, np.ndarray], experts: int
 ) -> dict[str, np.ndarray]:
-    """Return what these predictors give to the experts of each layer step."""
+    """Return what predictors give to the experts of each layer step."""
     from moesim.traces.predictions import tally_layer_steps  # noqa: PLC0415 - few runs predict
 
-    places = len(passes.row_edges) - 1
-    top_k = passes.rows["experts"].shape[1]
-    workload = np.zeros((places, len(predictors), experts), np.int32)
-    sums = np.zeros((places, len(predictors), experts), np.float32)
-    for place, name in enumerate(predictors):
-        # Layers from here on have no target: it lies past the last one.
-        end = layers - prediction_distance(name)
-        tally_layer_steps(
-            # Compiled code has no float16 on a CPU; float32 orders alike.
-            scores=passes.column(name).astype(np.float32),
-            row_edges=passes.row_edges,
-            has_target=np.arange(places) % layers < end,
-            top_k=top_k,
-            predictor=place,
-            workload=workload,
-            sums=sums,
-        )
+    shape = len(passes.layer), len(targets), experts
+    workload = np.zeros(shape, np.int32)
+    sums = np.zeros(shape, np.float32)
+    for place, (name, has_target) in enumerate(targets.items()):
+        if has_target.any():
+            tally_layer_steps(
+                # Compiled code has no float16 on a CPU; float32 orders alike.
+                scores=passes.column(name).astype(np.float32),
+                row_edges=passes.row_edges,
+                has_target=has_target,
+                top_k=passes.rows["experts"].shape[1],
+                predictor=place,
+                workload=workload,
+                sums=sums,
+            )
     return {"workload": workload, "score_sums": sums}
 
 
@@ -304,44 +338,55 @@ def of_step(
         experts: routed experts of a layer, if there are predictors.
     """
     layers = step.layers
-    count = len(layers)
-    edges = np.zeros(count + 1, np.int64)
-    np.cumsum([len(routed.experts) for routed in layers], out=edges[1:])
-    part = LayerSteps(
-        step=np.full(count, step.step, np.int64),
-        batch=np.full(count, step.batch, np.int64),
-        phase=np.full(count, step.phase, np.int8),
+    routings = [routed.routing for routed in layers]
+    rows = {"experts": _stacked(routings)} if routing or predictors else {}
+    for name in dict.fromkeys((*columns, *predictors)):
+        given = [_gate_output(routed, name) for routed in layers]
+        known = [values for values in given if values is not None]
+        if known:
+            # The last layer predicts none.
+            width = known[0].shape[1]
+            rows[name] = np.concatenate(
+                [
+                    np.zeros((len(ids), width)) if values is None else values
+                    for ids, values in zip(routings, given, strict=True)
+                ]
+            )
+    passes = PassRows(
+        step.phase,
         layer=np.array([routed.layer for routed in layers], np.int64),
-        edges=edges,
+        edges=np.cumsum([0, *(len(routed.experts) for routed in layers)]),
         experts=np.concatenate([routed.experts for routed in layers]),
         tokens=np.concatenate([routed.tokens for routed in layers]),
-        rows=np.array([len(routed.routing) for routed in layers], np.int64),
-        pass_tokens=np.full(count, step.tokens, np.int64),
-        context_tokens=np.full(count, step.context_tokens, np.int64),
-        sequences=np.full(count, step.sequences, np.int64),
+        row_edges=np.cumsum([0, *map(len, routings)]),
+        pass_tokens=np.array([step.tokens]),
+        context_tokens=np.array([step.context_tokens]),
+        sequences=np.array([step.sequences]),
+        rows=rows,
+        drafted=step.drafted,
+        kept=step.kept,
     )
-    more: dict[str, np.ndarray] = {}
-    scores = [routed.scores for routed in layers if routed.scores is not None]
-    if "scores" in columns and len(scores) == count:
-        means = [each.mean(axis=0, dtype=np.float64) for each in scores]
-        more["scores"] = np.array(means)
-    if predictors:
-        from moesim.traces.predictions import tallies  # noqa: PLC0415 - few runs predict
+    return _of_passes(
+        passes,
+        step.step,
+        step.batch,
+        columns,
+        {
+            name: np.array([name in routed.predicted for routed in layers])
+            for name in predictors
+        },
+        drafts=step.drafted > 0 or step.kept is not None,
+        routing=routing,
+        tokens=tokens,
+        experts=experts,
+    )
 
-        known = [
-            tallies(routed.predicted, predictors, routed.routing.shape[1], experts)
-            for routed in layers
-        ]
-        more["workload"] = np.array([workload for workload, _ in known])
-        more["score_sums"] = np.array([sums for _, sums in known])
-    if step.drafted or step.kept is not None:
-        more["drafted"] = np.full(count, step.drafted)
-        more["made"] = np.full(count, step.made)
-    if routing:
-        more["routing"] = _stacked([routed.routing for routed in layers])
-    if tokens:
-        more |= _by_token(layers, columns)
-    return replace(part, **more) if more else part
+
+def _gate_output(routed: RoutedLayer, name: str) -> np.ndarray | None:
+    if name in ("scores", "weights"):
+        values: np.ndarray | None = getattr(routed, name)
+        return values
+    return routed.predicted.get(name)
 
 
 def _stacked(parts: list[np.ndarray]) -> np.ndarray:
@@ -353,32 +398,6 @@ def _stacked(parts: list[np.ndarray]) -> np.ndarray:
         stacked[first : first + len(part), : part.shape[1]] = part
         first += len(part)
     return stacked
-
-
-def _by_token(
-    layers: list[RoutedLayer], columns: tuple[str, ...]
-) -> dict[str, np.ndarray]:
-    """Gate outputs of single tokens, as far as they are columns and the layers have
-    them.
-    """
-    by_layer: dict[str, list[np.ndarray | None]] = {
-        "scores": [routed.scores for routed in layers],
-        "weights": [routed.weights for routed in layers],
-        "pred1_raw": [routed.predicted.get("pred1_raw") for routed in layers],
-    }
-    made = {}
-    for name, called in _TOKEN_COLUMNS.items():
-        widths = [each.shape[1] for each in by_layer[name] if each is not None]
-        if name not in columns or not widths:
-            continue
-        # The last layer predicts none.
-        made[called] = np.concatenate(
-            [
-                np.zeros((len(routed.routing), widths[0])) if each is None else each
-                for each, routed in zip(by_layer[name], layers, strict=True)
-            ]
-        ).astype(np.float64)
-    return made
 
 
 def joined(
