@@ -1,10 +1,4 @@
-"""The whole routing of a replay, for policies that may know the future.
-
-An oracle mostly asks about *now*: "when is each resident used next?" So one row of next
-uses per layer is kept for the step last asked about, and moving one step ahead touches
-only the experts that were active in it. A question about any other step is answered by
-binary search.
-"""
+"""The whole routing of a replay, for policies that may know the future."""
 
 from __future__ import annotations
 
@@ -21,9 +15,6 @@ if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import Trace
-
-# Beyond so many steps, searching afresh is cheaper than moving along.
-_FAR_STEPS = 32
 
 
 class RecordedFuture:
@@ -86,22 +77,16 @@ class RecordedFuture:
         `never` if there is none.
         """
         if expert >= self.width:
-            return self.steps
-
-        return int(self._row(step, layer)[expert])
+            return self.never
+        key = layer * self.width + expert
+        start, stop = self._starts[key], self._starts[key + 1]
+        place = bisect_right(self._uses, step, start, stop)
+        return self._uses[place] if place < stop else self.never
 
     def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
-        """Return `next_use` of each expert: int64, same shape as `experts`."""
-        row = self._row(step, layer)
-        uses: np.ndarray
-        try:
-            # numpy is several times faster with its own index type.
-            uses = row[experts.astype(np.intp)]
-        except IndexError:
-            # An expert that is never active may lie beyond the row; its spare last
-            # entry says never.
-            uses = row[np.minimum(experts, self.width)]
-        return uses
+        """Return `next_use` of each expert: int64 [N], as `experts`."""
+        uses = [self.next_use(step, layer, expert) for expert in experts.tolist()]
+        return np.array(uses, np.int64)
 
     def active(self, step: int, layer: int) -> np.ndarray:
         """Return the experts that a layer step uses, int32 [A], ascending; none past
@@ -143,45 +128,3 @@ class RecordedFuture:
 
         keys = np.arange(self.layers * self.width + 1)
         self._starts = np.searchsorted(sorted_keys, keys).tolist()
-        self._now = [-1] * self.layers
-        self._rows = [self._searched(-1, layer) for layer in range(self.layers)]
-
-    def _searched(self, step: int, layer: int) -> np.ndarray:
-        """int64 [width + 1]: next uses after `step` at `layer`, by binary search."""
-        row = np.full(self.width + 1, self.steps, dtype=np.int64)
-        base = layer * self.width
-
-        for expert in range(self.width):
-            start = self._starts[base + expert]
-            stop = self._starts[base + expert + 1]
-            place = bisect_right(self._uses, step, start, stop)
-            if place < stop:
-                row[expert] = self._uses[place]
-
-        return row
-
-    def _row(self, step: int, layer: int) -> np.ndarray:
-        """int64 [width + 1]: next uses strictly after `step` at `layer`."""
-        now = self._now[layer]
-        if step == now:
-            return self._rows[layer]
-        if step < now:
-            # A look back must not undo the moves already made.
-            return self._searched(step, layer)
-        if step >= self.steps:
-            return np.full(self.width + 1, self.steps, dtype=np.int64)
-
-        if step - now > _FAR_STEPS:
-            self._rows[layer] = self._searched(step, layer)
-        else:
-            self._move(now, step, layer)
-        self._now[layer] = step
-        return self._rows[layer]
-
-    def _move(self, now: int, step: int, layer: int) -> None:
-        """Bring the row of `layer` from step `now` to `step`."""
-        row = self._rows[layer]
-        for passed in range(now + 1, step + 1):
-            span = self._span(passed, layer)
-            experts = self.experts[span].astype(np.intp)
-            row[experts] = self.following[span].astype(np.int64)
