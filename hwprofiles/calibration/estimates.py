@@ -113,6 +113,29 @@ class Units:
         return np.concatenate(parts)
 
 
+class Singles:
+    """Independent measurements, resampled within each point.
+
+    Args:
+        point: int64 [N], ascending.
+
+    Attributes:
+        count: of the fewest measurements at one point.
+        of_rows: int64 [N], number of each.
+    """
+
+    def __init__(self, point: np.ndarray) -> None:
+        counts = np.bincount(point)
+        self.count = int(counts.min())
+        self.of_rows = np.arange(len(point))
+        self._counts = counts[point]
+        self._begins = (np.cumsum(counts) - counts)[point]
+
+    def redrawn(self, rng: np.random.Generator) -> np.ndarray:
+        """Draw as many of each point with replacement: their rows, int64 [N]."""
+        return self._begins + rng.integers(0, self._counts)
+
+
 def interval_of(
     value: float, draws: np.ndarray | Sequence[float], units: int
 ) -> tuple[float, float]:
@@ -146,7 +169,7 @@ class Resampled(NamedTuple):
     def of(
         cls,
         statistic: Callable[[np.ndarray], float | np.ndarray],
-        units: Units,
+        units: Units | Singles,
         rng: np.random.Generator,
     ) -> Resampled:
         """Apply a statistic to all samples, and to those of redrawn units.
@@ -560,9 +583,9 @@ def contrast(
     return float(np.exp(differences.median())) if len(differences) else 1.0
 
 
-def fit_plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Find x >= 0 in ``seconds ~ columns @ x``, residuals clipped at both ends by
-    `CLIP` as `clipped_mean` does.
+def nonnegative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Find x >= 0 in ``seconds ~ columns @ x``: the one least squares behind all
+    constants that are sums.
 
     Args:
         columns: float64 [N, F], none negative.
@@ -571,13 +594,21 @@ def fit_plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     Returns:
         float64 [F].
     """
-    constants = scipy.optimize.nnls(columns, seconds)[0]
+    # Of equally long columns, the first of those that explain as much is taken.
+    length = np.maximum(np.linalg.norm(columns, axis=0), _LEAST)
+    return np.asarray(scipy.optimize.nnls(columns / length, seconds)[0] / length)
+
+
+def fit_plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Do the same with residuals clipped at both ends by `CLIP`, as `clipped_mean`
+    does.
+    """
+    constants = nonnegative(columns, seconds)
     for _ in range(_PLANE_ITERATIONS):
         fitted_s = columns @ constants
-        rest_s = seconds - fitted_s
         # Outliers are pulled in to the plane, then it is fitted anew.
-        constants = scipy.optimize.nnls(columns, fitted_s + _clipped(rest_s))[0]
-    return np.asarray(constants)
+        constants = nonnegative(columns, fitted_s + _clipped(seconds - fitted_s))
+    return constants
 
 
 def clipped_mean(seconds: np.ndarray) -> float:

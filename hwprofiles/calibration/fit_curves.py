@@ -1,4 +1,5 @@
-"""Lines and rooflines through measurements of operations in isolation.
+"""Lines and rooflines through operations at several points, and the entries of a
+profile that all fits fill.
 
 Errors are relative, not absolute: a microsecond matters at a microsecond. Every fit
 reports how far it missed points that it had not seen.
@@ -6,317 +7,197 @@ reports how far it missed points that it had not seen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import scipy
+import pandas as pd
 
-from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
     Estimate,
     FitReport,
     Resampled,
+    Singles,
     clipped_mean,
+    interquartile_range,
     interval_around,
     inverse,
+    nonnegative,
     resampled,
 )
+from moesim.hwprofiles.roofline import isotonic
 from moesim.hwprofiles.schema import Curve, Quantity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from moesim.hwprofiles.calibration.estimates import Units
 
-
-_REFITS = 100
-"""Resamplings behind the intervals."""
+LEAST_SAMPLES = 8
+"""Operations of one size below which they are no point of their own."""
 _TINY_S = 1e-12
 _NEGLIGIBLE = 1e-12
 """Difference between sums of squared relative residuals that decides nothing."""
 
 
-class Line(NamedTuple):
-    """Seconds = base + slope x size."""
+class Points:
+    """Seconds that were measured at some points: N samples, P points.
 
-    base_s: Estimate
-    slope_s: Estimate
-    report: FitReport
+    Args:
+        seconds: float64 [N].
+        point: int64 [N], number of each sample's point.
+        units: of the samples.
+        centre: one value for the samples of a point.
+
+    Attributes:
+        units: as given.
+        middle_s: float64 [P], the centres.
+    """
+
+    def __init__(
+        self,
+        seconds: np.ndarray,
+        point: np.ndarray,
+        units: Units | Singles,
+        centre: Callable[[np.ndarray], Any] = clipped_mean,
+    ) -> None:
+        self._seconds = seconds
+        self._point = point
+        self.units = units
+        self._centre = centre
+        self.middle_s = np.zeros(int(point.max(initial=-1)) + 1)
+        self.middle_s = self.centres(np.arange(len(seconds)))
+
+    @classmethod
+    def single(cls, seconds: Sequence[np.ndarray]) -> Points:
+        """Independent measurements by point, whose medians count."""
+        point = np.repeat(np.arange(len(seconds)), list(map(len, seconds)))
+        return cls(np.concatenate(seconds), point, Singles(point), np.median)
+
+    def centres(self, rows: np.ndarray) -> np.ndarray:
+        """One value of each point for some of the samples, float64 [P]."""
+        drawn = pd.Series(self._seconds[rows]).groupby(self._point[rows])
+        centres = self.middle_s.copy()
+        # No unit that was drawn may have had a point, which then stays.
+        for point, seconds in drawn:
+            centres[point] = self._centre(seconds.to_numpy())
+        return centres
 
 
 class Roofline(NamedTuple):
-    """Seconds = overhead + max(bytes / bytes_per_s, flops / flops_per_s)."""
+    """Seconds = overhead + max(bytes x per byte, FLOPs x per FLOP), and how far that is
+    from points that were left out.
+    """
 
     overhead_s: Estimate
-    bytes_per_s: Estimate
-    flops_per_s: Estimate
+    per_byte_s: Estimate
+    per_flop_s: Estimate
     report: FitReport
 
+    @property
+    def constants(self) -> tuple[Estimate, Estimate, Estimate]:
+        """In the order of `moesim.hwprofiles.paths.RooflinePaths`."""
+        return self.overhead_s, self.per_byte_s, self.per_flop_s
 
-class Centres(NamedTuple):
-    """Points that a curve is fitted through: one value each, and how far to trust it.
+    def seconds(self, read_bytes: Any, flops: Any) -> np.ndarray:
+        """As the constants say."""
+        constants = (each.value for each in self.constants)
+        return _seconds(constants, read_bytes, flops)
 
-    Attributes:
-        values: float64 [points], seconds.
-        redrawn: makes the values anew from redrawn units of repetition.
-        units: how many of these there are.
-        samples: measurements behind all values.
+
+def _seconds(constants: Iterable[float], read_bytes: Any, flops: Any) -> np.ndarray:
+    overhead_s, per_byte_s, per_flop_s = constants
+    waited_s = np.maximum(per_byte_s * read_bytes, per_flop_s * flops)
+    return np.asarray(overhead_s + waited_s)
+
+
+def fit_line(samples: Mapping[int, np.ndarray]) -> Roofline:
+    """Fit seconds = overhead + size x per byte to independent measurements by size, in
+    ascending order.
     """
-
-    values: np.ndarray
-    redrawn: Callable[[np.random.Generator], np.ndarray]
-    units: int
-    samples: int
-
-    @classmethod
-    def medians(cls, seconds: Sequence[np.ndarray]) -> Centres:
-        """Medians of independent measurements, each point for itself."""
-        points = [np.asarray(point, dtype=np.float64) for point in seconds]
-
-        def redrawn(rng: np.random.Generator) -> np.ndarray:
-            again = [np.median(rng.choice(point, len(point))) for point in points]
-            return np.array(again)
-
-        return cls(
-            values=np.array([np.median(point) for point in points]),
-            redrawn=redrawn,
-            units=min(map(len, points)),
-            samples=sum(map(len, points)),
-        )
-
-
-def fit_line(
-    samples: Mapping[int, np.ndarray],
-    *,
-    centres: Centres | None = None,
-) -> Line:
-    """Fit seconds = base + slope x size, with relative residuals and neither constant
-    negative.
-
-    Args:
-        samples: size -> seconds, at least two sizes.
-        centres: what is fitted, in ascending order of sizes, then also of one size,
-            whose base is zero; medians when None.
-
-    Raises:
-        ValueError: fewer than two sizes.
-    """
-    sizes = np.array(sorted(samples), dtype=np.float64)
-    if centres is None and len(sizes) < 2:
-        raise ValueError(f"a line needs at least two sizes, got {len(sizes)}")
-    centres = centres or Centres.medians([samples[size] for size in sorted(samples)])
-    # One size cannot tell latency from bandwidth.
-    columns = np.column_stack([np.full(len(sizes), len(sizes) > 1), sizes])
-
-    def solve(medians: np.ndarray, keep: np.ndarray) -> np.ndarray:
-        # Divided by the medians, absolute residuals become relative ones.
-        return _nonnegative(columns[keep] / medians[keep, None])
-
-    (base_s, slope_s), report = _with_report(
-        centres, solve, lambda constants: columns @ constants
+    return fit_roofline(
+        [*samples], np.zeros(len(samples)), Points.single([*samples.values()])
     )
-    return Line(base_s, slope_s, report)
 
 
 def fit_roofline(
-    read_bytes: Sequence[float],
-    flops: Sequence[float],
-    seconds: Sequence[np.ndarray],
-    *,
-    centres: Centres | None = None,
+    read_bytes: Sequence[float] | np.ndarray,
+    flops: Sequence[float] | np.ndarray,
+    points: Points,
 ) -> Roofline:
-    """Fit seconds = overhead + max(bytes / rate, flops / rate), with relative
+    """Fit seconds = overhead + max(bytes x per byte, FLOPs x per FLOP), with relative
     residuals.
 
     For every possible border between points that wait for memory and points that wait
     for arithmetic (ordered by FLOPs per byte), the three constants are a linear
     least-squares problem; the border with the smallest residual wins. Only points of
-    *different* bytes separate overhead from bandwidth.
+    *different* bytes separate overhead from bandwidth; the overhead of a single one is
+    zero. Without FLOPs it is a line.
 
     Args:
         read_bytes: of each point.
         flops: of each point.
-        seconds: measurements of each point.
-        centres: what is fitted; medians when None.
+        points: what was measured.
 
     Raises:
-        ValueError: fewer than three points.
+        ValueError: fewer than three points with FLOPs.
     """
-    centres = centres or Centres.medians(seconds)
     moved = np.asarray(read_bytes, dtype=np.float64)
     work = np.asarray(flops, dtype=np.float64)
-    if len(moved) < 3:
-        raise ValueError(f"a roofline needs at least three points, got {len(moved)}")
+    count = len(moved)
+    if work.any() and count < 3:
+        raise ValueError(f"a roofline needs at least three points, got {count}")
 
-    def bounded(constants: np.ndarray, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Give a rate that no point waited for the fastest value seen: it is at least
-        that.
-        """
-        overhead_s = constants[0]
-        rest_s = np.maximum(at - overhead_s, _TINY_S)
-        per_byte = np.min(rest_s / moved[rows])
-        per_flop = np.min(rest_s / work[rows])
-        fastest = np.array([0.0, per_byte, per_flop])
-        return np.where(constants > 0, constants, fastest)
-
-    def predict(constants: np.ndarray) -> np.ndarray:
-        reading_s = moved * constants[1]
-        computing_s = work * constants[2]
-        return np.asarray(constants[0] + np.maximum(reading_s, computing_s))
-
-    def solve(medians: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    def solve(centres: np.ndarray, rows: np.ndarray) -> np.ndarray:
         # Whatever the rates, points with fewer FLOPs per byte wait for memory first.
-        intensity = work / moved
-        order = np.argsort(intensity[keep], kind="stable")
-        rows = np.flatnonzero(keep)[order]
-        at = medians[rows]
-        ones = np.ones(len(rows))
-        best = np.zeros(3)
-        smallest = np.inf
+        rows = rows[np.argsort((work / moved)[rows], kind="stable")]
+        at, read, computed = centres[rows], moved[rows], work[rows]
+        base = np.full(len(rows), float(count > 1))
+        best, smallest = np.zeros(3), np.inf
         # Memory first: where both explain the points, it is the cause.
-        for border in range(len(rows), -1, -1):
-            reads = np.arange(len(rows)) < border
-            read = moved[rows] * reads
-            computed = work[rows] * ~reads
-            columns = np.column_stack([ones, read, computed])
-            free = _nonnegative(columns / at[:, None])
-            constants = bounded(free, rows, at)
-            residuals = predict(constants)[rows] / at - 1
-            missed = float(np.sum(residuals**2))
+        for border in range(len(rows), -1 if work.any() else len(rows) - 1, -1):
+            waits = np.arange(len(rows)) < border
+            columns = np.column_stack([base, read * waits, computed * ~waits])
+            # Divided by the centres, absolute residuals become relative ones.
+            constants = nonnegative(columns / at[:, None], np.ones(len(rows)))
+            # A rate that no point waited for is at least the fastest seen.
+            rest_s = np.maximum(at - constants[0], _TINY_S)
+            least = [
+                0.0,
+                *(np.min(rest_s / of) if of.all() else 0.0 for of in (read, computed)),
+            ]
+            constants = np.where(constants > 0, constants, least)
+            missed = np.sum((_seconds(constants, read, computed) / at - 1) ** 2)
             if missed < smallest - _NEGLIGIBLE:
-                best = constants
-                smallest = missed
+                best, smallest = constants, missed
         return best
 
-    (overhead_s, per_byte, per_flop), report = _with_report(centres, solve, predict)
-    return Roofline(overhead_s, inverse(per_byte), inverse(per_flop), report)
-
-
-def _with_report(
-    centres: Centres,
-    solve: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    predict: Callable[[np.ndarray], np.ndarray],
-) -> tuple[list[Estimate], FitReport]:
-    """Fit, leave each point out in turn, and refit resampled measurements.
-
-    Args:
-        centres: of the points.
-        solve: (centres [points], which points to use [points]) -> constants.
-        predict: constants -> seconds [points].
-    """
-    at = centres.values
-    every = np.ones(len(at), dtype=np.bool_)
-    constants = solve(at, every)
+    every = np.arange(count)
     missed = []
     # With as many constants as points, nothing is left to be held against.
-    for left_out in range(len(at) if len(at) > len(constants) else 0):
-        without = solve(at, np.arange(len(at)) != left_out)
-        missed.append(abs(float(predict(without)[left_out] / at[left_out]) - 1))
-
-    rng = np.random.default_rng(0)
-    draws = np.array([solve(centres.redrawn(rng), every) for _ in range(_REFITS)])
-    resampled = Resampled(constants, draws, centres.units)
-    return resampled.estimates(), FitReport.of(missed, centres.samples)
-
-
-def _nonnegative(columns: np.ndarray) -> np.ndarray:
-    """Solve columns @ x ~ 1 with x >= 0; returns [columns]."""
-    # Of equally long columns, the first of those that explain as much is taken.
-    length = np.maximum(np.linalg.norm(columns, axis=0), _TINY_S)
-    return np.asarray(
-        scipy.optimize.nnls(columns / length, np.ones(len(columns)))[0] / length
-    )
+    for left_out in every if count > (3 if work.any() else 2) else ():
+        without = solve(points.middle_s, np.delete(every, left_out))
+        predicted_s = _seconds(without, moved[left_out], work[left_out])
+        missed.append(abs(float(predicted_s / points.middle_s[left_out]) - 1))
+    estimates = Resampled.of(
+        lambda rows: solve(points.centres(rows), every),
+        points.units,
+        np.random.default_rng(0),
+    ).estimates()
+    report = FitReport.of(missed, len(points.units.of_rows))
+    overhead_s, per_byte_s, per_flop_s = estimates
+    return Roofline(overhead_s, per_byte_s, per_flop_s, report)
 
 
-LEAST_SAMPLES = 8
-"""Operations of one size below which they are no point of their own."""
-
-
-class Point(NamedTuple):
-    """Operations of one group: their mean size, their seconds, the clipped mean of
-    those, and the rows that they were.
+def groups_with_enough(groups: pd.Series) -> pd.Series:
+    """Tell which operations belong to a group of enough; where none does, to the
+    largest: a curve of one doubtful point is still better than none.
     """
-
-    group: int
-    size: float
-    seconds: np.ndarray
-    mean_s: float
-    rows: np.ndarray
+    counts = groups.map(groups.value_counts())
+    return counts >= min(LEAST_SAMPLES, counts.max())
 
 
-def points_of(
-    seconds: np.ndarray, sizes: np.ndarray, groups: np.ndarray
-) -> list[Point]:
-    """Return groups with enough operations; where none has, the largest.
-
-    Args:
-        seconds: float64 [N].
-        sizes: int64 [N].
-        groups: int64 [N], operations of about the same size.
-    """
-    numbers, counts = np.unique(groups, return_counts=True)
-    enough = counts >= LEAST_SAMPLES
-    # A curve of one doubtful point is still better than none.
-    chosen = numbers[enough] if enough.any() else numbers[[counts.argmax()]]
-
-    points = []
-    for group in chosen:
-        members = groups == group
-        # Rounded, since tokens within a group differ and a file should be readable.
-        points.append(
-            Point(
-                group=int(group),
-                size=round(float(sizes[members].mean()), 3),
-                seconds=seconds[members],
-                mean_s=clipped_mean(seconds[members]),
-                rows=np.flatnonzero(members),
-            )
-        )
-    return points
-
-
-def seconds_of(points: Sequence[Point], groups: np.ndarray) -> np.ndarray:
-    """Look up the mean seconds of each operation's group, float64 [N]; NaN where it is
-    no point.
-
-    Args:
-        points: at least one.
-        groups: int64 [N].
-    """
-    highest = max(groups.max(initial=0), *(point.group for point in points))
-    table = np.full(int(highest) + 1, np.nan)
-    for point in points:
-        table[point.group] = point.mean_s
-    return np.asarray(table[groups])
-
-
-def centres_of(points: Sequence[Point], seconds: np.ndarray, units: Units) -> Centres:
-    """Return clipped means of points, and what they are of redrawn units.
-
-    Args:
-        points: of `points_of`.
-        seconds: float64 [N], of all samples that the points' rows count.
-        units: of these samples.
-    """
-    point_of = np.full(len(seconds), -1)
-    for number, point in enumerate(points):
-        point_of[point.rows] = number
-
-    def redrawn(rng: np.random.Generator) -> np.ndarray:
-        rows = units.redrawn(rng)
-        again = []
-        for number, point in enumerate(points):
-            drawn = seconds[rows[point_of[rows] == number]]
-            # No unit that was drawn may have had this point.
-            again.append(clipped_mean(drawn) if len(drawn) else point.mean_s)
-        return np.array(again)
-
-    return Centres(
-        values=np.array([point.mean_s for point in points]),
-        redrawn=redrawn,
-        units=units.count,
-        samples=sum(len(point.seconds) for point in points),
-    )
+def _mean(seconds: pd.Series) -> float:
+    return clipped_mean(seconds.to_numpy())
 
 
 class Entries:
@@ -351,7 +232,11 @@ class Entries:
         samples: int,
         quantiles: tuple[float, ...] = (),
     ) -> None:
-        """Enter a number; its interval is widened to hold it."""
+        """Enter a number of seconds, as its inverse where a path of a rate says
+        ``_per_s``; its interval is widened to hold it.
+        """
+        if path.endswith("_per_s"):
+            estimate = inverse(estimate)
         self.numbers[path] = Quantity(
             estimate.value,
             "measured",
@@ -363,6 +248,11 @@ class Entries:
             quantiles=quantiles,
         )
 
+    def put_fit(self, constants: Sequence[str], fit: Roofline, source: str) -> None:
+        """Enter the constants of a roofline, or the first two, of a line."""
+        for path, estimate in zip(constants, fit.constants, strict=False):
+            self.put(path, estimate, source, samples=fit.report.samples)
+
     def put_mean(
         self, path: str, seconds: np.ndarray, units: Units, source: str
     ) -> None:
@@ -373,32 +263,58 @@ class Entries:
         positive = Estimate(max(0.0, mean.value), (max(0.0, low), high), mean.spread)
         self.put(path, positive, source, samples=len(seconds))
 
-    def put_roofline(
-        self, part: str, roof: Roofline, *, samples: int, source: str
+    def put_curve(
+        self,
+        path: str,
+        seconds: pd.Series,
+        at: pd.Series,
+        unit: str,
+        source: str,
+        *,
+        rising: bool = True,
+        **known: Any,
     ) -> None:
-        """Enter the constants of a roofline."""
-        for path, estimate in zip(paths.roofline(part), roof[:3], strict=True):
-            self.put(path, estimate, source, samples=samples)
+        """Enter the clipped means of samples over a size.
+
+        Args:
+            path: of the curve.
+            seconds: of each sample.
+            at: its size.
+            unit: of the sizes.
+            source: in words.
+            rising: larger operations never take less time, so a dip is noise.
+            known: further fields of the curve.
+        """
+        by_size = seconds.groupby(at)
+        means_s = by_size.apply(_mean).to_numpy()
+        self.curves[path] = Curve(
+            unit=unit,
+            at=tuple(at.sort_values().unique().astype(float).tolist()),
+            seconds=tuple((isotonic(means_s) if rising else means_s).tolist()),
+            kind="measured",
+            source=source,
+            samples=int(by_size.size().min()),
+            spread=tuple(interquartile_range(of.to_numpy()) for _, of in by_size),
+            date=self.date,
+            **known,
+        )
 
     def put_held_out(
-        self, name: str, seconds: np.ndarray, groups: np.ndarray, odd: np.ndarray
+        self, name: str, seconds: pd.Series, groups: pd.Series, odd: pd.Series
     ) -> None:
         """Enter how well operations of even steps predict those of odd ones.
 
         Args:
             name: of the cost.
-            seconds: float64 [N].
-            groups: int64 [N], operations of equal work.
-            odd: bool [N].
+            seconds: of each operation.
+            groups: operations of equal work.
+            odd: whether its step is.
         """
         # Steps alternate, so that both halves saw the machine at the same times.
-        residuals = []
-        for group in np.unique(groups):
-            members = groups == group
-            odd_s = seconds[members & odd]
-            even_s = seconds[members & ~odd]
-            if min(len(odd_s), len(even_s)) >= LEAST_SAMPLES:
-                ratio = clipped_mean(even_s) / clipped_mean(odd_s)
-                residuals.append(abs(ratio - 1.0))
-        if residuals:
-            self.fit[name] = FitReport.of(residuals, len(seconds)).as_table()
+        even_s, odd_s = (
+            half.groupby(groups).agg(["size", _mean]).query("size >= @LEAST_SAMPLES")
+            for half in (seconds[~odd], seconds[odd])
+        )
+        residuals = (even_s["_mean"] / odd_s["_mean"] - 1.0).abs().dropna()
+        if len(residuals):
+            self.fit[name] = FitReport.of(residuals.to_numpy(), len(seconds)).as_table()

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
@@ -34,11 +35,8 @@ from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS, OperationFi
 from moesim.hwprofiles.calibration.observations import (
     DesignedRun,
     Gaps,
-    LayerStepTimes,
-    RunSpans,
-    add_gaps,
-    joined,
-    where,
+    Spans,
+    units_of,
 )
 from moesim.hwprofiles.lanes import COMPUTE_KINDS, LANE_KINDS, SSD
 from moesim.hwprofiles.schema import is_in_place
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.paths import ControlPaths
     from moesim.hwprofiles.schema import Curve, Quantity
-    from moesim.traces.format.schema import ModelShape
 
 
 __all__ = ["Calibration", "DesignedRun", "calibrate"]
@@ -82,28 +79,17 @@ def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Calib
     if not runs:
         raise ValueError("calibration needs at least one run")
 
-    # Shapes are sorted by size later; here each has a number.
-    shapes: list[ModelShape] = []
-    for run in runs:
-        if run.shape not in shapes:
-            shapes.append(run.shape)
-    all_spans = [
-        RunSpans(run, shapes.index(run.shape), number)
-        for number, run in enumerate(runs)
-    ]
-    gaps = Gaps()
-    for spans in all_spans:
-        add_gaps(spans, gaps)
-
+    spans = Spans(runs)
+    gaps = spans.gaps()
     # The order of these parts is the order of their draws.
     entries = Entries(date, seed)
     follow_s = _fit_hand_over(gaps, entries)
-    operations = OperationFit(all_spans, shapes, entries)
+    operations = OperationFit(spans, entries)
     for lane_kind in (*COMPUTE_KINDS, *SPAN_KINDS):
         operations.fit(lane_kind, follow_s.get(lane_kind.name, 0.0))
     fit_dispatch(gaps, operations.first_excess, entries)
-    fit_dense(all_spans, shapes, operations, entries)
-    fit_planning(all_spans, entries)
+    fit_dense(spans, operations, entries)
+    fit_planning(spans, entries)
     return Calibration(entries.numbers, entries.curves, entries.fit)
 
 
@@ -111,27 +97,26 @@ def _fit_hand_over(gaps: Gaps, entries: Entries) -> dict[str, float]:
     """Enter what lies between operations of one worker; return by what it is more on
     each kind of lane than on the fastest.
     """
-    follow = {
-        name: table
-        for name, parts in gaps.follow.items()
-        if len((table := joined(parts)).seconds)
-    }
+    follow = gaps.follow
     if not follow:
         return {}
-
     # One number serves all lanes; what slower ones need beyond it joins their costs.
-    mean_s = {name: clipped_mean(times.seconds) for name, times in follow.items()}
+    mean_s = {name: _mean(times) for name, times in follow.items()}
     fastest = min(mean_s, key=lambda name: mean_s[name])
     entries.put_mean(
         paths.PER_OPERATION_S,
-        follow[fastest].seconds,
-        follow[fastest].units,
+        follow[fastest]["seconds"].to_numpy(),
+        units_of(follow[fastest]),
         f"between operations of one worker, {fastest} lane",
     )
     return {name: seconds - mean_s[fastest] for name, seconds in mean_s.items()}
 
 
-_SLOPES = 4
+def _mean(table: pd.DataFrame) -> float:
+    return clipped_mean(table["seconds"].to_numpy())
+
+
+_SLOPES = ["active", "copies", "tiered", "shared"]
 """Columns of a plane beside its bases: active experts, copies, the SSD, and where CPU
 and GPU share the experts.
 """
@@ -139,7 +124,7 @@ _TINY_S = 1e-9
 
 
 def fit_dispatch(
-    gaps: Gaps, first_excess: Sequence[LayerStepTimes], entries: Entries
+    gaps: Gaps, first_excess: Sequence[pd.DataFrame], entries: Entries
 ) -> None:
     """Fit first operations, the join, and the lane that is noticed later: what passes
     once per layer step.
@@ -149,15 +134,12 @@ def fit_dispatch(
         first_excess: what first products take beyond later ones.
         entries: where results go.
     """
-    if not gaps.first:
-        return
-    first = joined(gaps.first)
-    join = joined(gaps.join)
+    first, join = gaps.first, gaps.join
     # Charged as one number: the gap before the first operation of a layer step, and
     # what that operation takes beyond later ones.
     tables = [first]
     if first_excess:
-        tables.append(joined(first_excess))
+        tables.append(pd.concat(first_excess))
 
     first_later_s = _beyond_least(
         fit_control_plane(
@@ -183,43 +165,37 @@ def fit_dispatch(
         number = LANE_KINDS.index(lane_kind)
         if number not in first_later_s:
             continue
-        of_kind = where(first, first.lane_kind == number)
-        gap_s = of_kind.seconds
+        of_kind = first[first["lane_kind"] == number]
         later_s = first_later_s[number] + join_later_s.get(number, 0.0)
         # The samples give the scatter; their mean is that of the planes.
         entries.put_mean(
             paths.first_s(lane_kind.name),
-            gap_s - clipped_mean(gap_s) + later_s,
-            of_kind.units,
+            of_kind["seconds"].to_numpy() - _mean(of_kind) + later_s,
+            units_of(of_kind),
             f"by what the first {lane_kind.name} operation begins, takes and is noticed"
             " later than the other lane's",
         )
 
-    if gaps.read:
-        read = joined(gaps.read)
-        if len(read.seconds) < LEAST_SAMPLES:
-            return
+    read = gaps.read
+    if len(read) >= LEAST_SAMPLES:
         entries.put_mean(
             paths.first_s(SSD.name),
-            read.seconds,
-            read.units,
+            read["seconds"].to_numpy(),
+            units_of(read),
             "from plan to the first read of a layer step",
         )
 
 
-def fit_planning(all_spans: Sequence[RunSpans], entries: Entries) -> None:
+def fit_planning(spans: Spans, entries: Entries) -> None:
     """Fit planning in place, by policy; all together stand in for those that were not
     run.
     """
-    by_policy: dict[str, list[LayerStepTimes]] = {}
-    for spans in all_spans:
-        by_policy.setdefault(spans.run.assignment, []).append(spans.planning())
-
-    tables = {policy: joined(parts) for policy, parts in by_policy.items()}
-    # Last, since entries are drawn in this order.
-    tables[paths.DEFAULT_POLICY] = joined(
-        part for parts in by_policy.values() for part in parts
-    )
+    planning = spans.planning()
+    policies = np.array([run.assignment for run in spans.runs])
+    by_policy = planning.groupby(policies[planning["run"]], sort=False)
+    # All together last, since entries are drawn in this order.
+    tables = {str(policy): table for policy, table in by_policy}
+    tables[paths.DEFAULT_POLICY] = planning
     for policy, table in tables.items():
         fit_control_plane(
             paths.planning(policy),
@@ -231,7 +207,7 @@ def fit_planning(all_spans: Sequence[RunSpans], entries: Entries) -> None:
 
 def fit_control_plane(
     constants: ControlPaths,
-    tables: Sequence[LayerStepTimes],
+    tables: Sequence[pd.DataFrame],
     source: str,
     entries: Entries,
     shared: str | None = None,
@@ -251,35 +227,43 @@ def fit_control_plane(
         The base by number of the kind of lane; the least of them is entered.
     """
     if shared is None:
-        tables = [t._replace(shared=np.zeros_like(t.shared)) for t in tables]
-    lane_kinds = np.unique(np.concatenate([table.lane_kind for table in tables]))
+        tables = [table.assign(shared=0.0) for table in tables]
+    lane_kinds = np.unique(np.concatenate([table["lane_kind"] for table in tables]))
 
-    def planes(table: LayerStepTimes) -> Resampled:
-        columns = _columns(table, lane_kinds)
+    def columns(table: pd.DataFrame) -> np.ndarray:
+        """A column of ones by kind of lane, then the slopes."""
+        of_kind = table["lane_kind"].to_numpy()[:, None] == lane_kinds
+        return np.hstack((of_kind, table[_SLOPES]))
+
+    def plane_of(table: pd.DataFrame) -> Resampled:
+        rows_of, seconds = columns(table), table["seconds"].to_numpy()
         return Resampled.of(
             # Amounts and seconds of a layer step stay together.
-            lambda rows: fit_plane(columns[rows], table.seconds[rows]),
-            table.units,
+            lambda rows: fit_plane(rows_of[rows], seconds[rows]),
+            units_of(table),
             entries.rng,
         )
 
-    fits = [planes(table) for table in tables]
+    fits = [plane_of(table) for table in tables]
     plane = Resampled(
         np.sum([fit.value for fit in fits], axis=0),
         np.sum([fit.draws for fit in fits], axis=0),
         min(fit.units for fit in fits),
     )
-    table = tables[0]
-    expected_s = _columns(table, lane_kinds) @ plane.value
-    ratios = table.seconds / np.maximum(expected_s, _TINY_S)
+    seconds = tables[0]["seconds"].to_numpy()
+    ratios = seconds / np.maximum(columns(tables[0]) @ plane.value, _TINY_S)
     # Scatter belongs to the whole; it is kept with the base.
-    spread = interquartile_range(table.seconds)
+    spread = interquartile_range(seconds)
     seen = {
-        constants.with_ssd_s: any(each.tiered.any() for each in tables),
-        shared: any(each.shared.any() for each in tables),
+        path: any(table[column].any() for table in tables)
+        for path, column in ((constants.with_ssd_s, "tiered"), (shared, "shared"))
     }
+    bases = len(lane_kinds)
     for path, estimate in zip(
-        (*constants, shared), plane.mapped(_base_and_slopes).estimates(), strict=True
+        (*constants, shared),
+        # The least base, and the slopes.
+        plane.mapped(lambda of: np.append(of[:bases].min(), of[bases:])).estimates(),
+        strict=True,
     ):
         # Where no run had an SSD, or a shared layer, nothing is known of what it adds.
         if path is None or not seen.get(path, True):
@@ -289,30 +273,15 @@ def fit_control_plane(
             path,
             estimate._replace(spread=spread),
             source,
-            samples=len(table.seconds),
+            samples=len(seconds),
             quantiles=quantiles_around_one(ratios) if is_base else (),
         )
-    bases_s = plane.value[:-_SLOPES].tolist()
-    return dict(zip(lane_kinds.tolist(), bases_s, strict=True))
+    return dict(zip(lane_kinds.tolist(), plane.value[:bases].tolist(), strict=True))
 
 
 def _beyond_least(bases_s: dict[int, float]) -> dict[int, float]:
     least_s = min(bases_s.values())
     return {number: base_s - least_s for number, base_s in bases_s.items()}
-
-
-def _columns(table: LayerStepTimes, lane_kinds: np.ndarray) -> np.ndarray:
-    """A column of ones by kind of lane, then active experts, copies, the SSD tier, and
-    whether CPU and GPU share: float64 [N, kinds + 4].
-    """
-    of_kind = (table.lane_kind[:, None] == lane_kinds).astype(np.float64)
-    slopes = table.active, table.copies, table.tiered, table.shared
-    return np.column_stack((of_kind, *slopes))
-
-
-def _base_and_slopes(plane: np.ndarray) -> np.ndarray:
-    """Least base, and the slopes."""
-    return np.append(plane[:-_SLOPES].min(), plane[-_SLOPES:])
 
 
 _KEYS = ("base_s", "per_expert_s")

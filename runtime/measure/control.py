@@ -154,12 +154,13 @@ def measure_planning(
         source = (
             f"the planner with {name} and lru, line through {counts} active experts"
         )
-        measurements.line(paths.planning(name), line, source)
+        measurements.put_fit(paths.planning(name)[:2], line, source)
         if len(by_active) > 2:  # a line meets two points whatever they are
             measurements.report(f"planning-{name}", line.report)
         if name == DEFAULT:
             others = f"{source}; taken for policies that were not measured"
-            measurements.line(paths.planning(paths.DEFAULT_POLICY), line, others)
+            default = paths.planning(paths.DEFAULT_POLICY)
+            measurements.put_fit(default[:2], line, others)
 
 
 def _by_active(

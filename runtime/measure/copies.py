@@ -183,7 +183,7 @@ def _note_activations(
     by_bytes = {
         2 * size: sample(round_trip(size), seconds) for size in ACTIVATION_BYTES
     }
-    measurements.line(paths.link(paths.ACTIVATION), fit_line(by_bytes), source)
+    measurements.put_fit(paths.link(paths.ACTIVATION), fit_line(by_bytes), source)
 
 
 READ_BYTES: Final = (128 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from moesim.hwprofiles.calibration.fit_curves import fit_roofline
+from moesim.hwprofiles.calibration.fit_curves import Points, fit_roofline
 from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.schema import ReferenceExpert
 from moesim.runtime.measure.sampling import (
@@ -210,7 +210,7 @@ def measure_experts(
 
     measurements.roofline(
         lane,
-        fit_roofline(moved_bytes, flops, times),
+        fit_roofline(moved_bytes, flops, Points.single(times)),
         f"roofline through {dtype_name(dtype)} experts of {size.hidden} x"
         f" {size.intermediate} and {companion.hidden} x {companion.intermediate},"
         f" {source}",
@@ -341,7 +341,7 @@ def measure_dense(
 
     measurements.roofline(
         "dense",
-        fit_roofline(moved_bytes, flops, times),
+        fit_roofline(moved_bytes, flops, Points.single(times)),
         f"roofline through dense layers of width {', '.join(map(str, widths))} at"
         f" {', '.join(map(str, tokens))} tokens over a context of {CONTEXT}, {source}",
     )

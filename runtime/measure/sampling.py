@@ -18,18 +18,14 @@ import numpy as np
 
 from moesim.base.host_limits import available_memory_bytes
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.estimates import (
-    inverse,
-    measured,
-    measured_curve,
-)
+from moesim.hwprofiles.calibration.estimates import measured, measured_curve
 from moesim.hwprofiles.calibration.fit_curves import Entries, fit_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from moesim.hwprofiles.calibration.estimates import FitReport
-    from moesim.hwprofiles.calibration.fit_curves import Line, Roofline
+    from moesim.hwprofiles.calibration.fit_curves import Roofline
     from moesim.hwprofiles.schema import ReferenceExpert
     from moesim.runtime.accelerators import Accelerator
 
@@ -195,24 +191,12 @@ class Measurements(Entries):
         )
         line = fit_line(samples)
         through = f"line through the medians by size: {source}"
-        self.line(paths.link(name), line, through)
+        self.put_fit(paths.link(name), line, through)
         self.report(name, line.report)
-
-    def line(self, constants: Sequence[str], line: Line, source: str) -> None:
-        """Note a line's two constants; the second as a rate where its name says
-        ``_per_s``.
-        """
-        base_path, slope_path, *_ = constants
-        # A fit gives seconds per byte; a profile holds bytes per second.
-        is_rate = slope_path.endswith("_per_s")
-        slope = inverse(line.slope_s) if is_rate else line.slope_s
-        samples = line.report.samples
-        self.put(base_path, line.base_s, source, samples=samples)
-        self.put(slope_path, slope, source, samples=samples)
 
     def roofline(self, name: str, fit: Roofline, source: str) -> None:
         """Note a roofline's three constants."""
-        self.put_roofline(name, fit, samples=fit.report.samples, source=source)
+        self.put_fit(paths.roofline(name), fit, source)
         self.report(name, fit.report)
 
     def points(

@@ -3,20 +3,21 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_trace import SHAPE
 
 from moesim.hwprofiles.calibration import estimates
-from moesim.hwprofiles.calibration.fit_curves import Entries, fit_line, fit_roofline
-from moesim.hwprofiles.calibration.fit_runs import _fit_hand_over
-from moesim.hwprofiles.calibration.observations import (
-    DesignedRun,
-    Gaps,
-    LayerStepTimes,
-    RunSpans,
+from moesim.hwprofiles.calibration.fit_curves import (
+    Entries,
+    Points,
+    fit_line,
+    fit_roofline,
 )
+from moesim.hwprofiles.calibration.fit_runs import _fit_hand_over
+from moesim.hwprofiles.calibration.observations import DesignedRun, Gaps, Spans
 from moesim.hwprofiles.paths import PER_OPERATION_S
 from moesim.hwprofiles.profile import default_profile
 from moesim.hwprofiles.roofline import isotonic
@@ -41,26 +42,26 @@ def noisy_link(latency_s, bytes_per_s, *, seed, count=30):
 
 def test_a_line_through_exact_points_is_found_exactly():
     line = fit_line({1: np.array([5.0]), 2: np.array([8.0]), 4: np.array([14.0])})
-    assert line.base_s.value == pytest.approx(2.0)
-    assert line.slope_s.value == pytest.approx(3.0)
+    assert line.overhead_s.value == pytest.approx(2.0)
+    assert line.per_byte_s.value == pytest.approx(3.0)
     assert line.report.held_out == 3
     assert line.report.residual_worst == pytest.approx(0.0, abs=1e-12)
 
 
 def test_one_late_measurement_in_twenty_does_not_move_the_line():
     with_tail = fit_line(noisy_link(20e-6, 12e9, seed=3))
-    assert with_tail.base_s.value == pytest.approx(20e-6, rel=0.1)
+    assert with_tail.overhead_s.value == pytest.approx(20e-6, rel=0.1)
 
 
 def test_a_falling_time_gives_no_negative_slope():
     line = fit_line({1: np.array([2.0]), 2: np.array([1.0])})
-    assert line.slope_s.value == 0.0
-    assert line.base_s.value > 0
+    assert line.per_byte_s.value == pytest.approx(0.0, abs=1e-9)
+    assert line.overhead_s.value > 0
 
 
-def test_a_line_needs_two_sizes():
-    with pytest.raises(ValueError, match="two sizes, got 1"):
-        fit_line({1: np.array([1.0])})
+def test_one_size_cannot_tell_latency_from_bandwidth():
+    line = fit_line({4: np.array([2.0])})
+    assert (line.overhead_s.value, line.per_byte_s.value) == (0.0, 0.5)
 
 
 def roofline_points(rng, noise):
@@ -78,14 +79,14 @@ def roofline_points(rng, noise):
             seconds.append(
                 (30e-6 + max(size / 20e9, work / 100e9)) * rng.lognormal(0.0, noise, 15)
             )
-    return moved, flops, seconds
+    return moved, flops, Points.single(seconds)
 
 
 def test_a_roofline_is_found_with_its_three_constants():
     fit = fit_roofline(*roofline_points(np.random.default_rng(0), 0.0))
     assert fit.overhead_s.value == pytest.approx(30e-6, rel=1e-6)
-    assert fit.bytes_per_s.value == pytest.approx(20e9, rel=1e-6)
-    assert fit.flops_per_s.value == pytest.approx(100e9, rel=1e-6)
+    assert 1 / fit.per_byte_s.value == pytest.approx(20e9, rel=1e-6)
+    assert 1 / fit.per_flop_s.value == pytest.approx(100e9, rel=1e-6)
     assert fit.report.residual_worst < 1e-6
 
 
@@ -95,9 +96,10 @@ def test_a_rate_that_nothing_waited_for_is_the_fastest_seen():
     """
     moved = [1e6, 2e6, 4e6, 8e6]
     seconds = [np.array([10e-6 + size / 20e9]) for size in moved]
-    fit = fit_roofline(moved, [size / 2 for size in moved], seconds)
-    assert fit.bytes_per_s.value == pytest.approx(20e9, rel=1e-6)
-    assert fit.flops_per_s.value == pytest.approx(4e6 / (8e6 / 20e9), rel=1e-6)
+    flops = [size / 2 for size in moved]
+    fit = fit_roofline(moved, flops, Points.single(seconds))
+    assert 1 / fit.per_byte_s.value == pytest.approx(20e9, rel=1e-6)
+    assert 1 / fit.per_flop_s.value == pytest.approx(4e6 / (8e6 / 20e9), rel=1e-6)
 
 
 def test_a_measured_number_is_the_median_with_its_quartiles():
@@ -200,16 +202,15 @@ def test_what_lies_between_operations_is_that_of_the_fastest_lane():
     """5 us on the CPU's worker, 2 on the GPU's: 2 for all, 3 more belong to the CPU."""
 
     def times(seconds):
-        return LayerStepTimes(
-            np.full(40, seconds), *[np.zeros(40)] * 4, *[np.arange(40)] * 3
-        )
+        steps = np.arange(40)
+        return pd.DataFrame({"seconds": seconds, "run": steps, "step": steps})
 
     entries = Entries("2026-11-27", 0)
-    gaps = Gaps(follow={"cpu": [times(5e-6)], "gpu": [times(2e-6)]})
+    gaps = Gaps({"cpu": times(5e-6), "gpu": times(2e-6)}, *[times(0.0)] * 3)
     more_s = _fit_hand_over(gaps, entries)
     assert more_s == pytest.approx({"cpu": 3e-6, "gpu": 0.0})
     assert entries.numbers[PER_OPERATION_S].value == pytest.approx(2e-6)
-    assert _fit_hand_over(Gaps(), entries) == {}
+    assert _fit_hand_over(gaps._replace(follow={}), entries) == {}
 
 
 def test_dense_parts_are_cut_out_and_heads_reach_to_the_next_step():
@@ -230,7 +231,7 @@ def test_dense_parts_are_cut_out_and_heads_reach_to_the_next_step():
         timeline.step(step, 1, 0, 1, 1, begin_s, begin_s + 16.0)
     workers = {"a": ("cpu",), "b": ("gpu0",), "c": ("ssd",)}
     run = DesignedRun(timeline, shape, "greedy", [0] * 4, workers)
-    parts = RunSpans(run, 0, 0).dense_parts()
+    parts = Spans([run]).dense_parts()
     assert parts.layer.tolist() == [0, 1, 2, -1] * 3
     assert parts.step.tolist() == [0] * 4 + [1] * 4 + [3] * 4
     # Behind step 1 one is missing, and behind step 3 nothing comes.

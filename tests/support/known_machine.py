@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 from scipy.special import ndtri
 from support.calibrating import sized
 
@@ -18,20 +19,10 @@ from moesim.hwprofiles.calibration.estimates import (
     interval_of,
     measured,
 )
-from moesim.hwprofiles.calibration.fit_curves import (
-    Entries,
-    centres_of,
-    fit_line,
-    fit_roofline,
-    points_of,
-)
+from moesim.hwprofiles.calibration.fit_curves import Entries, Points, fit_roofline
 from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS, OperationFit
 from moesim.hwprofiles.calibration.fit_runs import fit_control_plane
-from moesim.hwprofiles.calibration.observations import (
-    DesignedRun,
-    LayerStepTimes,
-    RunSpans,
-)
+from moesim.hwprofiles.calibration.observations import DesignedRun, Spans
 from moesim.hwprofiles.lanes import COMPUTE_KINDS, lane_names
 from moesim.hwprofiles.paths import JOIN
 from moesim.hwprofiles.profile import load_profile
@@ -102,14 +93,14 @@ def line_covers(noise: Noise, seed: int) -> dict[str, bool]:
     """Latency and seconds per byte of a link, five sizes in every run."""
     rng = np.random.default_rng(seed)
     runs, steps = runs_and_steps(5)
-    sizes = np.tile(4 ** np.arange(8, 13), RUNS * STEPS)
-    seconds = (_LINE[0] + sizes * _LINE[1]) * noise.factors(runs, rng)
-    points = points_of(seconds, sizes, sizes)
-    centres = centres_of(points, seconds, Units(runs, steps))
-    line = fit_line({int(p.size): p.seconds for p in points}, centres=centres)
+    sizes = 4 ** np.arange(8, 13)
+    number = np.tile(np.arange(5), RUNS * STEPS)
+    seconds = (_LINE[0] + sizes[number] * _LINE[1]) * noise.factors(runs, rng)
+    points = Points(seconds, number, Units(runs, steps))
+    line = fit_roofline(sizes, np.zeros(5), points)
     return {
-        "latency": inside(line.base_s.interval, _LINE[0]),
-        "slope": inside(line.slope_s.interval, _LINE[1]),
+        "latency": inside(line.overhead_s.interval, _LINE[0]),
+        "slope": inside(line.per_byte_s.interval, _LINE[1]),
     }
 
 
@@ -122,14 +113,12 @@ def roofline_covers(noise: Noise, seed: int) -> dict[str, bool]:
     flops = moved * np.tile([1, 4, 16, 32, 64], 2) / 2
     exact = _ROOF[0] + np.maximum(moved / _ROOF[1], flops / _ROOF[2])
     seconds = exact[number] * noise.factors(runs, rng)
-    points = points_of(seconds, number, number)
-    centres = centres_of(points, seconds, Units(runs, steps))
-    fit = fit_roofline(moved, flops, [p.seconds for p in points], centres=centres)
-    estimates = (fit.overhead_s, fit.bytes_per_s, fit.flops_per_s)
+    fit = fit_roofline(moved, flops, Points(seconds, number, Units(runs, steps)))
+    truths = (_ROOF[0], 1 / _ROOF[1], 1 / _ROOF[2])
     names = ("overhead", "bandwidth", "peak")
     return {
         name: inside(estimate.interval, truth)
-        for name, estimate, truth in zip(names, estimates, _ROOF, strict=True)
+        for name, estimate, truth in zip(names, fit[:3], truths, strict=True)
     }
 
 
@@ -140,17 +129,16 @@ def plane_covers(noise: Noise, seed: int) -> dict[str, bool]:
     active = rng.integers(2, 17, len(runs)).astype(float)
     copies = rng.binomial(active.astype(int), 0.4).astype(float)
     exact = _PLANE[0] + _PLANE[1] * active + _PLANE[2] * copies
-    nothing = np.zeros(len(runs))
-    table = LayerStepTimes(
-        seconds=exact * noise.factors(runs, rng),
-        active=active,
-        copies=copies,
-        shared=nothing,
-        tiered=nothing,
-        lane_kind=nothing.astype(int),
-        runs=runs,
-        steps=steps,
-    )
+    table = pd.DataFrame({
+        "seconds": exact * noise.factors(runs, rng),
+        "active": active,
+        "copies": copies,
+        "shared": 0.0,
+        "tiered": 0.0,
+        "lane_kind": 0,
+        "run": runs,
+        "step": steps,
+    })  # fmt: skip
     entries = Entries("2026-01-01", seed)
     fit_control_plane(JOIN, [table], "a test", entries)
     return {
@@ -230,20 +218,19 @@ def learned_contention(noise: Noise, seed: int, specs=("olmoe-1b-7b/4",)):
     ]
     # The machine was slower by this; nobody knows, so it is not divided out.
     drift = 1.0 + noise.drift * rng.standard_normal(len(runs))
-    spans = []
-    for number, (shape, trial) in enumerate(runs):
-        noise_seed = 1000 * seed + number
-        run = DesignedRun(
-            simulate(trial, shape, machine, noise_seed=noise_seed),
+    designed = [
+        DesignedRun(
+            simulate(trial, shape, machine, noise_seed=1000 * seed + number),
             shape,
             assignment="",
             context_tokens=(),
             workers=machine.workers,
             pace=1 / drift[number],
         )
-        spans.append(RunSpans(run, shapes.index(shape), number))
+        for number, (shape, trial) in enumerate(runs)
+    ]
     entries = Entries("2026-01-01", seed)
-    operations = OperationFit(spans, shapes, entries)
+    operations = OperationFit(Spans(designed), entries)
     for lane_kind in (*COMPUTE_KINDS, *SPAN_KINDS):
         operations.alone(lane_kind)
     return {path: entries.numbers[path] for path in CONTENTION}

@@ -37,9 +37,7 @@ from moesim.hwprofiles.calibration.fit_curves import LEAST_SAMPLES
 from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS
 from moesim.hwprofiles.calibration.observations import (
     DesignedRun,
-    Gaps,
-    RunSpans,
-    add_gaps,
+    Spans,
 )
 from moesim.hwprofiles.lanes import COMPUTE_KINDS
 from moesim.hwprofiles.profile import PREDICTIONS, load_profile
@@ -472,40 +470,37 @@ def _groups(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
 def _operations(run: FinishedRun, timeline: Timeline, kept: np.ndarray) -> pd.DataFrame:
     """Part, tokens and seconds of all operations of a run, or of a simulation of it."""
     policy = run.setup.system.assignment.partition(":")[0]
-    spans = RunSpans(
-        DesignedRun(
-            timeline,
-            run.setup.shape,
-            assignment=policy,
-            context_tokens=[step.context_tokens for step in run.steps],
-            workers=run.setup.profile.workers,
-            kept=kept,
-        ),
-        shape_number=0,
-        number=0,
+    spans = Spans(
+        [
+            DesignedRun(
+                timeline,
+                run.setup.shape,
+                assignment=policy,
+                context_tokens=[step.context_tokens for step in run.steps],
+                workers=run.setup.profile.workers,
+                kept=kept,
+            )
+        ]
     )
-    gaps = Gaps()
-    add_gaps(spans, gaps)
-    tables: list[tuple[str, Any, np.ndarray]]
-    tables = [(FIRST_OPERATION, 0.0, table.seconds) for table in gaps.first]
-    tables += [(JOIN, 0.0, table.seconds) for table in gaps.join]
-    tables.append((PLANNING + policy, 0.0, spans.planning().seconds))
-    for lane_kind, span_kinds in SPAN_KINDS.items():
-        moves = spans.operations(lane_kind, span_kinds)
-        tables.append((lane_kind.name, 0.0, moves.seconds))
-    for lane_kind in COMPUTE_KINDS:
-        products = spans.operations(lane_kind, (COMPUTE,))
-        tables.append((lane_kind.name, products.sizes, products.seconds))
+    gaps = spans.gaps()
+    moves = {kind: spans.operations(kind, of).table for kind, of in SPAN_KINDS.items()}
+    products = {
+        kind: spans.operations(kind, (COMPUTE,)).table for kind in COMPUTE_KINDS
+    }
     dense = spans.dense_parts()
-    for name, chosen, amount in (
-        (paths.DENSE, dense.layer >= 0, "tokens"),
-        (paths.HEAD, dense.layer < 0, "sequences"),
-    ):
-        tokens = spans.of_steps(amount)[dense.step[chosen]]
-        tables.append((name, tokens, dense.seconds[chosen]))
-    return pd.concat(
-        pd.DataFrame({"part": part, "tokens": tokens, "seconds": seconds})
-        for part, tokens, seconds in tables
+    parts = {
+        FIRST_OPERATION: gaps.first,
+        JOIN: gaps.join,
+        PLANNING + policy: spans.planning(),
+        **{kind.name: table.assign(tokens=0.0) for kind, table in moves.items()},
+        **{kind.name: table for kind, table in products.items()},
+        paths.DENSE: dense[dense["layer"] >= 0],
+        paths.HEAD: dense[dense["layer"] < 0].assign(tokens=dense["sequences"]),
+    }
+    columns = ["tokens", "seconds"]
+    table = pd.concat({part: of.reindex(columns=columns) for part, of in parts.items()})
+    return (
+        table.fillna({"tokens": 0.0}).rename_axis(["part", "row"]).reset_index("part")
     )
 
 
