@@ -1,22 +1,19 @@
 """Metrics of a run: every figure a report may print, computed from the three tables of
 a timeline.
 
-`aggregators`, `stalls` and `copies` go over the tables once; here their numbers become
-metrics, and `METRICS` is the one place that defines them.
+`totals` goes over spans and accesses once; here its numbers become metrics, and
+`METRICS` is the one place that defines them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from moesim.traces.timeline.aggregators import (
-    AccessAggregator,
-    LaneAggregator,
-    StepAggregator,
-)
-from moesim.traces.timeline.copies import CopyAggregator
-from moesim.traces.timeline.spans import DELAYED, HIT, MISS
-from moesim.traces.timeline.stalls import StallAggregator
+import numpy as np
+
+from moesim.traces.format.schema import Phase
+from moesim.traces.timeline.spans import DELAYED, HIT, MISS, TABLES
+from moesim.traces.timeline.totals import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -299,40 +296,28 @@ PLATFORM = "platform"
 class Summary:
     """Computes all `METRICS` of a run from chunks of its tables as they come.
 
-    Memory does not depend on the length of the run, except for eight bytes per decode
-    step.
+    Memory does not depend on the length of the run, except for the table of forward
+    passes, some tens of bytes for each.
 
     Attributes:
-        seen: last step whose compute spans have come.
-        reached: last step whose accesses have come.
+        totals: of the spans and accesses so far.
     """
 
     def __init__(self, lanes: Sequence[str]) -> None:
+        self.totals = Totals(lanes)
         self._names = tuple(lanes)
-        self._lanes = LaneAggregator(lanes)
-        self._stalls = StallAggregator(lanes)
-        self._copies = CopyAggregator(lanes)
-        self._accesses = AccessAggregator(lanes)
-        self._steps = StepAggregator()
-        self.seen = -1
-        self.reached = -1
+        self._passes: list[Chunk] = []
 
     def add(self, table: str, chunk: Chunk) -> None:
         """Take a chunk of `timeline`, `accesses` or `steps`: each in order, and none of
         the first two far ahead.
         """
         if table == "timeline":
-            self._lanes.add(chunk)
-            self._stalls.add(chunk)
-            self.seen = max(self.seen, self._copies.add_spans(chunk))
+            self.totals.add_spans(chunk)
         elif table == "accesses":
-            self._accesses.add(chunk)
-            self._copies.add_accesses(chunk)
-            self.reached = int(chunk["step"][-1])
-            # A prefetch ends at most one step after its issue.
-            self._copies.settle(min(self.seen, self.reached) - 1)
+            self.totals.add_accesses(chunk)
         else:
-            self._steps.add(chunk)
+            self._passes.append(chunk)
 
     def figures(
         self,
@@ -348,47 +333,71 @@ class Summary:
             ends_in_prompt: the run was cut before the last prompts were computed to
                 their end, so when their first tokens came is not known.
         """
-        self._stalls.add(None)
-        self._copies.settle()
+        totals = self.totals
+        totals.end()
+        passes = {
+            name: np.concatenate(
+                [np.empty(0, dtype), *(chunk[name] for chunk in self._passes)]
+            )
+            for name, dtype in TABLES["steps"].items()
+        }
 
-        steps = self._steps.figures(ends_in_prompt=ends_in_prompt)
-
-        # Steps may begin before the first span, and end behind the last.
-        start_s = self._steps.column("start_s").min(initial=self._lanes.start_s)
-        end_s = self._steps.column("end_s").max(initial=self._lanes.end_s)
+        # Passes may begin before the first span, and end behind the last.
+        start_s = passes["start_s"].min(initial=totals.start_s)
+        end_s = passes["end_s"].max(initial=totals.end_s)
         makespan_s = float(end_s - start_s) if end_s >= start_s else 0.0
 
+        by_lane = (totals.busy_s, totals.bytes, totals.stall_s)
+        busy_s, moved_bytes, stall_s = (
+            dict(zip(self._names, np.asarray(values).tolist(), strict=True))
+            for values in by_lane
+        )
+        links = [each for each in self._names if each.startswith(("h2d", "d2h", "ssd"))]
+        computing = [each for each in self._names if each.startswith(("cpu", "gpu"))]
+        states, gpu, tokens = totals.states, totals.gpu_states, totals.token_states
+        # Without any prefetch, coverage would be 0 although nothing was tried.
+        needed = totals.used + int(states[MISS]) if totals.prefetched else 0
         figures: dict[str, Any] = {
-            **_access_figures(self._accesses),
-            **steps,
-            **_lane_figures(self._names, self._lanes, makespan_s),
-            **_copy_figures(self._copies, int(self._accesses.states[MISS])),
-            **_stall_figures(self._names, self._stalls),
-            **self._energy_figures(makespan_s, power, steps["decode_tokens"]),
+            "layer_steps": totals.layer_steps,
+            "accesses": int(states.sum()),
+            "hits": int(states[HIT]),
+            "delayed_hits": int(states[DELAYED]),
+            "misses": int(states[MISS]),
+            "hit_rate_active": _ratio(states[HIT], states.sum()),
+            "hit_rate_gpu": _ratio(gpu[HIT], gpu.sum()),
+            "hit_rate_token": _ratio(tokens[HIT], tokens.sum()),
+            **_pass_figures(passes, ends_in_prompt=ends_in_prompt),
+            "bytes": {link: moved_bytes[link] for link in links},
+            "bandwidth": {
+                link: _ratio(moved_bytes[link], busy_s[link]) for link in links
+            },
+            "busy_s": busy_s,
+            # Only compute lanes wait for a copy.
+            "stall_s": {lane: stall_s[lane] for lane in computing},
+            "planning_s": totals.planning_s,
+            "planning_share": _ratio(totals.planning_s, makespan_s),
+            "imbalance": _ratio(totals.imbalance, totals.layer_steps),
+            "prefetched": totals.prefetched,
+            "prefetch_accuracy": _ratio(totals.used, totals.prefetched),
+            "prefetch_coverage": _ratio(totals.used, needed),
+            "prefetch_timeliness": _ratio(totals.timely, totals.used),
+            "refetch_rate_5": _ratio(totals.refetched, totals.copies),
             "makespan_s": makespan_s,
+            "energy_j": None,
+            "tokens_per_kj": None,
         }
+        if power is not None:
+            energy_j = 0.0
+            for lane, (idle_w, busy_w) in power.items():
+                energy_j += idle_w * makespan_s
+                if lane != PLATFORM:
+                    # What a lane draws beyond being idle, while it works.
+                    energy_j += (busy_w - idle_w) * busy_s.get(lane, 0.0)
+            made = figures["decode_tokens"]
+            figures["energy_j"] = energy_j
+            figures["tokens_per_kj"] = _ratio(made, energy_j / 1000) if made else None
         # In the order of the definitions, whatever computed them.
         return {name: figures[name] for name in METRICS}
-
-    def _energy_figures(
-        self,
-        makespan_s: float,
-        power: Mapping[str, tuple[float, float]] | None,
-        tokens: int,
-    ) -> dict[str, Any]:
-        if power is None:
-            return {"energy_j": None, "tokens_per_kj": None}
-
-        busy_s = dict(zip(self._names, self._lanes.busy_s.tolist(), strict=True))
-        energy_j = 0.0
-        for lane, (idle_w, busy_w) in power.items():
-            energy_j += idle_w * makespan_s
-            if lane != PLATFORM:
-                # What a lane draws beyond being idle, while it works.
-                energy_j += (busy_w - idle_w) * busy_s.get(lane, 0.0)
-
-        per_kj = _ratio(tokens, energy_j / 1000) if tokens else None
-        return {"energy_j": energy_j, "tokens_per_kj": per_kj}
 
 
 def summarise(
@@ -404,12 +413,13 @@ def summarise(
         power, ends_in_prompt: as `Summary.figures` takes them.
     """
     summary = Summary(timeline.lanes)
+    totals = summary.totals
     accesses = timeline.access_chunks()
 
     for spans in timeline.chunks():
         summary.add("timeline", spans)
         # Accesses follow the spans, so that little has to wait for its counterpart.
-        while summary.reached < summary.seen:
+        while totals.reached < totals.seen:
             chunk = next(accesses, None)
             if chunk is None:
                 break
@@ -422,61 +432,80 @@ def summarise(
     return summary.figures(power, ends_in_prompt=ends_in_prompt)
 
 
+def _pass_figures(passes: Chunk, *, ends_in_prompt: bool) -> dict[str, Any]:
+    """Steps, batches, tokens, speeds and times between tokens; without the last
+    prompt's time where the run `ends_in_prompt`.
+    """
+    phase, tokens, sequences = passes["phase"], passes["tokens"], passes["sequences"]
+    batch, end_s = passes["batch"], passes["end_s"]
+    begins = np.diff(batch, prepend=-1) != 0
+    # From the end of the step before: what lies between belongs to the gap.
+    start_s = np.where(begins, passes["start_s"], np.roll(end_s, 1))
+    duration_s = end_s - start_s
+    seconds = np.bincount(phase, duration_s, 2)
+    counts = np.bincount(phase, tokens, 2).astype(np.int64)
+
+    # A prompt may be computed in several passes.
+    prefills = phase == Phase.PREFILL
+    follows = np.roll(prefills, 1) & ~begins
+    prompt = np.cumsum(prefills & ~follows)[prefills] - 1
+    ttft_s = np.bincount(prompt, duration_s[prefills])
+    prompt_tokens = np.bincount(prompt, tokens[prefills])
+    prompts = np.zeros(len(ttft_s), np.int64)
+    np.maximum.at(prompts, prompt, sequences[prefills])
+    if ends_in_prompt and prefills[-1:].any():
+        ttft_s = ttft_s[:-1]
+    ended = np.arange(len(prompts)) < len(ttft_s)
+    timed = ttft_s > 0
+    prompt_speeds = prompt_tokens[ended][timed] / ttft_s[timed]
+
+    # A pass that verifies a draft makes several tokens of one sequence.
+    decodes = ~prefills
+    each = tokens[decodes] / sequences[decodes]
+    gaps_s = np.repeat(duration_s[decodes] / each, np.rint(each).astype(np.int64))
+    decoding = batch[decodes], each, sequences[decodes], start_s[decodes]
+    speeds = {
+        Phase.PREFILL: _ratio(prompt_speeds.sum(), prompts[ended].sum()),
+        Phase.DECODE: _decode_speed(*decoding, end_s[decodes]),
+    }
+    figures: dict[str, Any] = {"steps": len(phase), "batches": int(begins.sum())}
+    for each_phase in Phase:
+        name = f"{each_phase.label}_tokens"
+        figures[name] = int(counts[each_phase])
+        figures[f"{name}_per_s"] = _ratio(counts[each_phase], seconds[each_phase])
+        figures[f"{name}_per_s_seq"] = speeds[each_phase]
+    figures["ttft_s"] = _ratio(ttft_s.sum(), len(ttft_s))
+    figures["tpot_s"] = _ratio(gaps_s.sum(), len(gaps_s))
+    for percent in (50, 95):
+        percentile = float(np.percentile(gaps_s, percent)) if len(gaps_s) else None
+        figures[f"tpot_p{percent}_s"] = percentile
+    return figures
+
+
+def _decode_speed(
+    batch: np.ndarray,
+    each: np.ndarray,
+    sequences: np.ndarray,
+    start_s: np.ndarray,
+    end_s: np.ndarray,
+) -> float | None:
+    """Own tokens per second, mean over the sequences of decode steps [N], which make
+    `each` so many tokens of every sequence.
+
+    Source: DALI, decode speed.
+    """
+    first = np.flatnonzero(np.diff(batch, prepend=-1))
+    of_batch = np.repeat(first, np.diff(np.append(first, len(batch))))
+    total = np.cumsum(each)
+    made = total - (total - each)[of_batch]
+    # Sequences that have ended with a step: the next one of their batch has fewer.
+    following = np.append(sequences[1:], 0)
+    following[np.append(first[1:], len(batch)) - 1] = 0
+    seconds = end_s - start_s[of_batch]
+    ended = np.where(seconds > 0, np.maximum(sequences - following, 0), 0)
+    some = ended > 0
+    return _ratio((ended[some] * made[some] / seconds[some]).sum(), ended.sum())
+
+
 def _ratio(part: float, total: float) -> float | None:
     return float(part / total) if total else None
-
-
-def _access_figures(accesses: AccessAggregator) -> dict[str, Any]:
-    states = accesses.states
-    gpu = accesses.gpu_states
-    tokens = accesses.token_states
-    return {
-        "accesses": int(states.sum()),
-        "hits": int(states[HIT]),
-        "delayed_hits": int(states[DELAYED]),
-        "misses": int(states[MISS]),
-        "hit_rate_active": _ratio(states[HIT], states.sum()),
-        "hit_rate_gpu": _ratio(gpu[HIT], gpu.sum()),
-        "hit_rate_token": _ratio(tokens[HIT], tokens.sum()),
-    }
-
-
-def _lane_figures(
-    names: tuple[str, ...], lanes: LaneAggregator, makespan_s: float
-) -> dict[str, Any]:
-    links = [
-        i for i, name in enumerate(names) if name.startswith(("h2d", "d2h", "ssd"))
-    ]
-    return {
-        "bytes": {names[i]: int(lanes.bytes[i]) for i in links},
-        "bandwidth": {names[i]: _ratio(lanes.bytes[i], lanes.busy_s[i]) for i in links},
-        "busy_s": {name: float(lanes.busy_s[i]) for i, name in enumerate(names)},
-        "planning_s": lanes.planning_s,
-        "planning_share": _ratio(lanes.planning_s, makespan_s),
-    }
-
-
-def _stall_figures(names: tuple[str, ...], stalls: StallAggregator) -> dict[str, Any]:
-    by_lane = zip(names, stalls.stall_s.tolist(), strict=True)
-    return {
-        "layer_steps": stalls.layer_steps,
-        # Only compute lanes wait for a copy.
-        "stall_s": {
-            lane: stall_s
-            for lane, stall_s in by_lane
-            if lane.startswith(("cpu", "gpu"))
-        },
-        "imbalance": _ratio(stalls.imbalance, stalls.layer_steps),
-    }
-
-
-def _copy_figures(copies: CopyAggregator, misses: int) -> dict[str, Any]:
-    # Without any prefetch, coverage would be 0 although nothing was tried.
-    coverage = _ratio(copies.used, copies.used + misses) if copies.prefetched else None
-    return {
-        "prefetched": copies.prefetched,
-        "prefetch_accuracy": _ratio(copies.used, copies.prefetched),
-        "prefetch_coverage": coverage,
-        "prefetch_timeliness": _ratio(copies.timely, copies.used),
-        "refetch_rate_5": _ratio(copies.refetched, copies.copies),
-    }

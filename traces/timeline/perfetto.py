@@ -20,7 +20,7 @@ import numpy as np
 
 from moesim.base.files import written_beside
 from moesim.traces.timeline.spans import FETCH, KIND_NAMES, READ
-from moesim.traces.timeline.stalls import consumer
+from moesim.traces.timeline.totals import consumer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,9 +53,10 @@ def write_perfetto(
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         # JSON allows no comma behind the last event.
         separator = "\n"
+        encode = json.JSONEncoder(separators=(",", ":")).encode
         for process, (name, timeline) in enumerate(timelines.items(), start=1):
             for event in _Process(process, timeline).events(name):
-                file.write(separator + json.dumps(event, separators=(",", ":")))
+                file.write(separator + encode(event))
                 separator = ",\n"
         file.write("\n]}\n")
 
@@ -110,12 +111,15 @@ class _Process:
         return {"ph": form, "pid": self._number, "tid": tid, "name": name, **rest}
 
     def _bar(
-        self, thread: int, name: str, start_ns: int, end_ns: int, **args: Any
+        self, thread: int, name: str, row: Any, end_ns: int, *fields: str, **more: str
     ) -> Event:
+        """A row of a table as a bar, with some of its fields."""
         # Both ends are rounded before they are subtracted. A rounded length would reach
         # into the operation that follows, and Perfetto drops what overlaps.
-        span = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "args": args}
-        return self._event("X", thread, name, **span)
+        start_ns = row.start_ns
+        ends = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
+        args = {field: getattr(row, field) for field in fields}
+        return self._event("X", thread, name, **ends, args=args, **more)
 
     def _counter(self, subject: str, unit: str, at_ns: int, value: float) -> Event:
         # Perfetto calls a counter by its name and that of its argument.
@@ -129,14 +133,12 @@ class _Process:
         # By lane, layer and expert: the last copy that nothing has used yet.
         landed: dict[tuple[str, int, int], Any] = {}
         arrows = 0
+        fields = ("kind", "step", "layer", "expert", "bytes")
         for span in _rows(spans):
             kind = span.kind
             lane = self._lanes[span.lane]
-            of_expert = "" if span.expert < 0 else f" L{span.layer} E{span.expert}"
-            names = ("kind", "step", "layer", "expert", "bytes")
-            args = {name: getattr(span, name) for name in names}
-            bar = self._bar(lane, kind + of_expert, span.start_ns, span.end_ns, **args)
-            yield bar | {"cat": kind}
+            title = kind if span.expert < 0 else f"{kind} L{span.layer} E{span.expert}"
+            yield self._bar(lane, title, span, span.end_ns, *fields, cat=kind)
 
             if span.bytes and span.end_s > span.start_s:
                 rate = span.bytes / (span.end_s - span.start_s) / 1e9
@@ -144,16 +146,16 @@ class _Process:
                 yield self._counter(span.lane, "GB/s", span.end_ns, 0.0)
             if kind in _COPIES:
                 landed[consumer(span.lane), span.layer, span.expert] = span
-            copy = kind == "compute" and landed.pop(
-                (span.lane, span.layer, span.expert), None
-            )
-            if copy:
-                arrows += 1
-                ends = {"cat": "copy", "id": self._number << 32 | arrows}
-                begin = self._event("s", self._lanes[copy.lane], "copy", **ends)
-                yield begin | {"ts": copy.start_ns / 1e3}
-                end = self._event("f", lane, "copy", bp="e", **ends)
-                yield end | {"ts": span.start_ns / 1e3}
+            elif kind == "compute":
+                copy = landed.pop((span.lane, span.layer, span.expert), None)
+                if copy:
+                    arrows += 1
+                    ends = {"cat": "copy", "id": self._number << 32 | arrows}
+                    begin = copy.start_ns / 1e3
+                    from_lane = self._lanes[copy.lane]
+                    yield self._event("s", from_lane, "copy", **ends, ts=begin)
+                    ends = {"bp": "e", **ends}
+                    yield self._event("f", lane, "copy", **ends, ts=span.start_ns / 1e3)
 
     def _of_layers(self, spans: pd.DataFrame) -> Iterator[Event]:
         """MoE layers, each from its dense part to the next one's."""
@@ -164,19 +166,17 @@ class _Process:
         for span, end_ns in zip(_rows(begins), ends_ns, strict=False):
             # Heads of passes are no layers.
             if span.layer >= 0:
-                args = {"step": span.step, "layer": span.layer}
                 title = f"layer {span.layer}"
-                yield self._bar(self._layers, title, span.start_ns, end_ns, **args)
+                yield self._bar(self._layers, title, span, end_ns, "step", "layer")
 
     def _of_passes(self) -> Iterator[Event]:
         """Forward passes, and the share of hits in each."""
         accesses = self._timeline.access_frame()
         shares = (accesses["state"] == "hit").groupby(accesses["step"]).mean()
         for step in _rows(_in_ns(self._timeline.step_frame())):
-            names = ("step", "tokens", "sequences")
-            args = {name: getattr(step, name) for name in names}
+            fields = ("step", "tokens", "sequences")
             title = f"{step.phase} {step.step}"
-            yield self._bar(self._passes, title, step.start_ns, step.end_ns, **args)
+            yield self._bar(self._passes, title, step, step.end_ns, *fields)
             if step.step in shares.index:
                 share = float(shares[step.step])
                 yield self._counter("hit", "rate", step.start_ns, share)
