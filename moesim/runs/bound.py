@@ -21,8 +21,9 @@ the lanes' rates and the order of layer steps count.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from moesim.policies.names import RESIDENT
 from moesim.policies.sizes import GLOBAL
 from moesim.runs.bound_loops import count_misses, least_of_steps
 from moesim.runs.setup import Setup, trace_of
-from moesim.traces.format.layer_steps import layer_steps
+from moesim.traces.format.layer_steps import join, layer_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -124,35 +125,90 @@ def least_seconds(
             after it has ended.
         moves_results: the CPU's results have a way to the GPU.
     """
-    work = _Work(
-        costs, gpus, computes_ahead=computes_ahead, moves_results=moves_results
-    )
-    for block in blocks:
-        work.add(block)
+    steps = join(list(blocks))
+    layer = np.repeat(steps.layer, np.diff(steps.edges))
+    accesses = len(layer)
+    cpu_s, gpu_s, copy_s = _of_accesses(steps, layer, costs)
+    serial_s = _serial_s(steps, costs, computes_ahead=computes_ahead)
+    back_s = _back_s(steps.rows, costs) if moves_results else np.zeros(len(steps.rows))
+    firsts_s = np.array([costs.cpu_first_s, costs.gpu_first_s / gpus])
+
+    def in_order(share: float) -> np.ndarray:
+        """Seconds of layer steps that follow each other by accesses on the CPU, 0 to
+        all: float64, convex, not falling; what keeps no CPU busy counts by `share`.
+        """
+        firsts = firsts_s * np.array([1.0, share])
+        # Work ahead of its gate leaves its layer step, which may have none left.
+        inside = 0.0 if computes_ahead else 1.0
+        further_s = np.empty(accesses)
+        least_s, free, count = least_of_steps(
+            np.ascontiguousarray(steps.edges, np.int64),
+            inside * cpu_s,
+            share * gpu_s / gpus,
+            inside * firsts,
+            inside * share * back_s,
+            further_s,
+        )
+        # The cheapest first, whichever layer steps they belong to.
+        sums = _sums_of_smallest(further_s[:count])
+        beyond = np.maximum(0, np.arange(accesses + 1) - free)
+        return share * serial_s + least_s + sums[np.minimum(beyond, len(sums) - 1)]
 
     shape = costs.shape
     sizes = shape.expert_bytes, shape.bytes_by_expert
+    keys = layer * shape.experts + steps.experts
+
+    def reads_of(slots: np.ndarray, *, shared: bool) -> int:
+        return least_reads(
+            steps.layer, steps.edges, keys, slots, shared=shared, warm=warm
+        )
+
     slots = gpus * most_experts(memory.gpu, *sizes)
-    shared = memory.gpu.scope == GLOBAL
-    least = work.reads(slots, shared=shared, warm=warm)
-    by_resource, on_cpu = work.best_split(least)
+    reads = reads_of(slots, shared=memory.gpu.scope == GLOBAL)
+    cpu_sum = _sums_of_smallest(cpu_s)
+    copy_sum = _sums_of_smallest(copy_s)
+    cpu_weight, copy_weight = _shared_memory(costs.overlap, gpus)
+    alone = in_order(1.0)
+    # What keeps no CPU busy counts in full, or by what copies beside it leave.
+    beside_copies = in_order(max(0.0, 1.0 - gpus * copy_weight))
+
+    def lanes(on_cpu: int) -> dict[str, float]:
+        on_cpu_s = float(cpu_sum[on_cpu])
+        copies_s = float(copy_sum[max(0, reads - on_cpu)])
+        return {
+            # Of equal ones the first is named.
+            ORDER: float(alone[on_cpu]),
+            CPU: on_cpu_s,
+            LINK: copies_s / gpus,
+            HOST_MEMORY: max(
+                float(beside_copies[on_cpu]) + copy_weight * copies_s,
+                cpu_weight * on_cpu_s + copies_s / gpus,
+            ),
+        }
+
+    def latest_s(on_cpu: int) -> float:
+        return max(lanes(on_cpu).values())
+
+    # All of them are convex, so the latest of them falls, then rises.
+    counts = range(accesses)
+    split = bisect_left(counts, x=True, key=lambda m: latest_s(m) <= latest_s(m + 1))
+    by_resource = lanes(split)
 
     if memory.host is not None:
         # An expert in either memory needs no read; one pool of both is the best case.
         host_slots = most_experts(memory.host, *sizes)
         both = np.array([slots.sum() + host_slots.sum()])
-        reads = work.reads(both, shared=True, warm=warm)
         fastest_s = float(seconds_by_expert(shape, costs.read_s).min())
-        by_resource[SSD] = reads * fastest_s
+        by_resource[SSD] = reads_of(both, shared=True) * fastest_s
 
     resource = max(by_resource, key=lambda name: by_resource[name])
     return Bound(
         seconds=by_resource[resource],
         resource=resource,
         by_resource=by_resource,
-        accesses=work.accesses,
-        least_reads=least,
-        cpu_accesses=on_cpu,
+        accesses=accesses,
+        least_reads=reads,
+        cpu_accesses=split,
     )
 
 
@@ -173,203 +229,50 @@ def most_experts(
     return size.slots
 
 
-class _Work:
-    """Least seconds of every access and layer step, collected in one walk."""
-
-    def __init__(
-        self, costs: Costs, gpus: int, *, computes_ahead: bool, moves_results: bool
-    ) -> None:
-        self.costs = costs
-        self.gpus = gpus
-        self.computes_ahead = computes_ahead
-        self.moves_results = moves_results
-        self.accesses = 0
-        self.cpu_s: list[np.ndarray] = []
-        self.copy_s: list[np.ndarray] = []
-        self.layers: list[np.ndarray] = []
-        self.counts: list[np.ndarray] = []
-        self.keys: list[np.ndarray] = []
-        self.cpu_weight, self.copy_weight = _shared_memory(costs.overlap, gpus)
-        # What keeps no CPU busy counts in full, or by what copies beside it leave.
-        left = max(0.0, 1.0 - gpus * self.copy_weight)
-        self.in_order = [_InOrder(1.0), _InOrder(left)]
-        # Warm processor caches can make what follows an SSD read faster than usual.
-        self.cpu_factor = min(1.0, costs.after_read("cpu"))
-        self.dense_factor = min(1.0, costs.after_read("dense"))
-        self.copy_factor = min(1.0, costs.after_read("h2d"))
-        self.copy_of_s = seconds_by_expert(costs.shape, costs.copy_s)
-
-    def add(self, block: LayerSteps) -> None:
-        """Add some layer steps."""
-        costs = self.costs
-        layers = costs.shape.layers
-        last = np.flatnonzero(block.layer == layers - 1)
-        dense_s, head_s = costs.dense_of_passes(
-            block.pass_tokens[last], block.context_tokens[last], block.sequences[last]
-        )
-        serial_s = float(head_s.sum() + layers * self.dense_factor * dense_s.sum())
-
-        dispatch_s = costs.dispatch_s
-        counts = np.diff(block.edges)
-        serial_s += self._control_s(counts)
-        layer = np.repeat(block.layer, counts)
-        cpu_s = np.empty(len(layer))
-        gpu_s = np.empty(len(layer))
-        for each in np.unique(block.layer).tolist():
-            at = layer == each
-            tokens = block.tokens[at]
-            experts = block.experts[at]
-            cpu_s[at] = costs.cpu_s(each, tokens, experts) * self.cpu_factor
-            gpu_s[at] = costs.gpu_s(each, tokens, experts=experts)
-        cpu_s += dispatch_s
-        gpu_s += dispatch_s
-        copy_s = self.copy_of_s[layer, block.experts] * self.copy_factor + dispatch_s
-
-        self.accesses += len(layer)
-        self.cpu_s.append(cpu_s)
-        self.copy_s.append(copy_s)
-        self.layers.append(block.layer)
-        self.counts.append(counts)
-        self.keys.append(layer * costs.shape.experts + block.experts)
-
-        steps = _Steps(
-            edges=np.ascontiguousarray(block.edges, np.int64),
-            cpu_s=cpu_s,
-            gpu_s=gpu_s / self.gpus,
-            firsts_s=np.array([costs.cpu_first_s, costs.gpu_first_s / self.gpus]),
-            back_s=self._back_s(block.rows),
-        )
-        if self.computes_ahead:
-            # Work ahead of its gate leaves its layer step, which may have none left.
-            steps = steps._replace(
-                cpu_s=np.zeros(len(cpu_s)),
-                firsts_s=np.zeros(2),
-                back_s=np.zeros(len(counts)),
-            )
-        for each_share in self.in_order:
-            each_share.add(serial_s, steps)
-
-    def _control_s(self, counts: np.ndarray) -> float:
-        """Planning, first launch and join of layer steps with so many experts."""
-        costs = self.costs
-        parts = [costs.join_terms()]
-        if not self.computes_ahead:
-            parts.append(costs.first_op_terms())
-        each_s = costs.least_planning_s(counts)
-        for base_s, per_expert_s, *_ in parts:
-            each_s = each_s + base_s + per_expert_s * counts
-        return float(each_s.sum())
-
-    def _back_s(self, rows: np.ndarray) -> np.ndarray:
-        """Compute what results of the CPU take to the GPU, float64 [N], by tokens."""
-        seconds_of = np.zeros(int(rows.max(initial=0)) + 1)
-        if self.moves_results:
-            for tokens in np.unique(rows).tolist():
-                seconds_of[tokens] = self.costs.activation_s(tokens)
-        return seconds_of[rows]
-
-    def best_split(self, reads: int) -> tuple[dict[str, float], int]:
-        """Choose how many accesses the CPU computes such that the latest is earliest.
-
-        Args:
-            reads: that are copies unless the CPU computes them.
-        """
-        cpu_sum = _sums_of_smallest(self.cpu_s)
-        copy_sum = _sums_of_smallest(self.copy_s)
-        alone, beside_copies = [each.by_count(self.accesses) for each in self.in_order]
-
-        def lanes(on_cpu: int) -> dict[str, float]:
-            cpu_s = float(cpu_sum[on_cpu])
-            copies_s = float(copy_sum[max(0, reads - on_cpu)])
-            return {
-                # Of equal ones the first is named.
-                ORDER: float(alone[on_cpu]),
-                CPU: cpu_s,
-                LINK: copies_s / self.gpus,
-                HOST_MEMORY: max(
-                    float(beside_copies[on_cpu]) + self.copy_weight * copies_s,
-                    self.cpu_weight * cpu_s + copies_s / self.gpus,
-                ),
-            }
-
-        def latest_s(on_cpu: int) -> float:
-            return max(lanes(on_cpu).values())
-
-        # All of them are convex, so the latest of them falls, then rises. Bisection,
-        # because a trace may have a million accesses.
-        low = 0
-        high = self.accesses
-        while low < high:
-            middle = (low + high) // 2
-            if latest_s(middle) <= latest_s(middle + 1):
-                high = middle
-            else:
-                low = middle + 1
-        return lanes(low), low
-
-    def reads(self, slots: np.ndarray, *, shared: bool, warm: bool) -> int:
-        """See `least_reads`."""
-        none = np.zeros(0, np.int64)
-        counts = np.concatenate([none, *self.counts])
-        edges = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=edges[1:])
-        layer = np.concatenate([none, *self.layers])
-        keys = np.concatenate([none, *self.keys])
-        return least_reads(layer, edges, keys, slots, shared=shared, warm=warm)
+def _of_accesses(
+    steps: LayerSteps, layer: np.ndarray, costs: Costs
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Least seconds of every access on the CPU, on a GPU and as a copy, float64 [A]."""
+    cpu_s = np.empty(len(layer))
+    gpu_s = np.empty(len(layer))
+    for each in np.unique(steps.layer).tolist():
+        at = layer == each
+        tokens = steps.tokens[at]
+        experts = steps.experts[at]
+        cpu_s[at] = costs.cpu_s(each, tokens, experts)
+        gpu_s[at] = costs.gpu_s(each, tokens, experts=experts)
+    copy_s = seconds_by_expert(costs.shape, costs.copy_s)[layer, steps.experts]
+    # Warm processor caches can make what follows an SSD read faster than usual.
+    cpu_s *= min(1.0, costs.after_read("cpu"))
+    copy_s *= min(1.0, costs.after_read("h2d"))
+    dispatch_s = costs.dispatch_s
+    return cpu_s + dispatch_s, gpu_s + dispatch_s, copy_s + dispatch_s
 
 
-class _Steps(NamedTuple):
-    """N layer steps with A accesses.
+def _serial_s(steps: LayerSteps, costs: Costs, *, computes_ahead: bool) -> float:
+    """Dense parts, planning, first launch and join of all layer steps."""
+    layers = costs.shape.layers
+    last = np.flatnonzero(steps.layer == layers - 1)
+    dense_s, head_s = costs.dense_of_passes(
+        steps.pass_tokens[last], steps.context_tokens[last], steps.sequences[last]
+    )
+    dense_factor = min(1.0, costs.after_read("dense"))
+    counts = np.diff(steps.edges)
+    each_s = costs.least_planning_s(counts)
+    parts = [costs.join_terms()]
+    if not computes_ahead:
+        parts.append(costs.first_op_terms())
+    for base_s, per_expert_s, *_ in parts:
+        each_s = each_s + base_s + per_expert_s * counts
+    return float(head_s.sum() + layers * dense_factor * dense_s.sum() + each_s.sum())
 
-    Attributes:
-        edges: int64 [N + 1].
-        cpu_s, gpu_s: float64 [A], on the CPU, and on all GPUs together.
-        firsts_s: float64 [2], what the first expert on either takes beyond that.
-        back_s: float64 [N], what results of the CPU take to a GPU.
-    """
 
-    edges: np.ndarray
-    cpu_s: np.ndarray
-    gpu_s: np.ndarray
-    firsts_s: np.ndarray
-    back_s: np.ndarray
-
-
-class _InOrder:
-    """Least seconds of layer steps that follow each other, by how many accesses the CPU
-    computes in all of them.
-
-    Args:
-        share: by which what keeps no CPU busy counts.
-    """
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.least_s = 0.0
-        self.free = 0
-        self.further_s: list[np.ndarray] = []
-
-    def add(self, serial_s: float, steps: _Steps) -> None:
-        """Add layer steps, and the seconds before and after their experts."""
-        further_s = np.empty(len(steps.cpu_s))
-        least_s, free, count = least_of_steps(
-            steps.edges,
-            steps.cpu_s,
-            self.share * steps.gpu_s,
-            steps.firsts_s * np.array([1.0, self.share]),
-            self.share * steps.back_s,
-            further_s,
-        )
-        self.least_s += self.share * serial_s + least_s
-        self.free += free
-        self.further_s.append(further_s[:count])
-
-    def by_count(self, accesses: int) -> np.ndarray:
-        """Seconds by accesses on the CPU, 0 to all: float64, convex, not falling."""
-        # The cheapest first, whichever layer steps they belong to.
-        sums = _sums_of_smallest(self.further_s)
-        beyond = np.maximum(0, np.arange(accesses + 1) - self.free)
-        return np.asarray(self.least_s + sums[np.minimum(beyond, len(sums) - 1)])
+def _back_s(rows: np.ndarray, costs: Costs) -> np.ndarray:
+    """What results of the CPU take to the GPU, float64 [N], by tokens."""
+    seconds_of = np.zeros(int(rows.max()) + 1)
+    for tokens in np.unique(rows).tolist():
+        seconds_of[tokens] = costs.activation_s(tokens)
+    return seconds_of[rows]
 
 
 def _shared_memory(overlap: Overlap, gpus: int) -> tuple[float, float]:
@@ -392,17 +295,9 @@ def _shared_memory(overlap: Overlap, gpus: int) -> tuple[float, float]:
     return max(0.0, cpu_weight), max(0.0, copy_weight)
 
 
-def _sums_of_smallest(seconds: Sequence[np.ndarray]) -> np.ndarray:
+def _sums_of_smallest(seconds: np.ndarray) -> np.ndarray:
     """Sums of the n smallest, float64 [A + 1]."""
-    # The empty array stands for a trace without accesses.
-    values = np.concatenate([np.zeros(0), *seconds])
-    return _prefix_sums(np.sort(values))
-
-
-def _prefix_sums(values: np.ndarray) -> np.ndarray:
-    """Sums of the first n, float64 [A + 1]."""
-    sums = np.cumsum(values)
-    return np.concatenate([[0.0], sums])
+    return np.concatenate([[0.0], np.cumsum(np.sort(seconds))])
 
 
 # -- of replay -------------------------------------------------------------------------
@@ -425,7 +320,8 @@ def replay_bound(
     Returns:
         The bound; None where the routing policy alters what is asked for, where times
         are drawn (a lucky run may be faster than mean costs allow), where requests
-        arrive over time, or where the trace is too long to bound while somebody waits.
+        arrive over time, or where the trace is empty or too long to bound while
+        somebody waits.
     """
     config = setup.config
     if config.noise_seed is not None or config.arrivals is not None:
@@ -434,7 +330,7 @@ def replay_bound(
     rows = trace.rows
     if config.steps is not None:
         rows = min(rows, config.steps * config.batch * trace.shape.layers)
-    if rows * trace.shape.top_k > MOST_ACCESSES:
+    if not 0 < rows * trace.shape.top_k <= MOST_ACCESSES:
         return None
     planner = setup.planner() if planner is None else planner
     policies = planner.policies
