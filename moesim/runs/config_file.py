@@ -1,16 +1,12 @@
 """Configuration files: TOML written by hand, or the ``run.json`` of a run; their JSON
 schema, and a file to start from.
 
-A TOML file is flat: its keys are the fields of `moesim.runs.config.RunConfig`. Only
-policies may be tables, whose other keys are the arguments of their constructors::
+A TOML file is flat: its keys are the fields of `moesim.runs.config.RunConfig`::
 
     trace = "q.parquet"
     policy = "greedy"
+    cache = "lfu:decay=0.9"
     gpu_memory_bytes = "8GiB"
-
-    [policies.cache]
-    name = "lfu"
-    decay = 0.9
 
 Relative paths count from the current folder, as they do on the command line.
 """
@@ -21,15 +17,12 @@ import json
 import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from moesim.base.inputs import load_json, load_toml, read_text
 from moesim.base.options import ConfigError, default_of, option_of
 from moesim.base.text import did_you_mean
-from moesim.base.units import parse_bytes
 from moesim.policies.base import PolicyError
-from moesim.policies.parameters import parameters
-from moesim.policies.registry import find, resolve
 from moesim.runs.config import MeasuredConfig, RunConfig, in_order
 
 if TYPE_CHECKING:
@@ -38,15 +31,6 @@ if TYPE_CHECKING:
 
 
 Config = TypeVar("Config", bound=RunConfig)
-
-POLICY_TABLES = {
-    "assignment": "policy",
-    "cache": "cache",
-    "prefetch": "prefetch",
-    "routing": "routing",
-    "host_cache": "host_cache",
-}
-"""Tables below ``[policies]`` -> the field that each one sets."""
 
 # A measured run has every option of a simulated one, and more.
 _FIELDS = {declared.name: declared for declared in fields(MeasuredConfig)}
@@ -58,7 +42,7 @@ class ConfigFile:
 
     Attributes:
         path: the file, named in errors.
-        values: fields by name; policies as specifications such as ``lfu:decay=0.9``.
+        values: fields by name.
         version, git_commit: of the program that made a ``run.json``; None in TOML.
     """
 
@@ -171,7 +155,14 @@ def read_config(
                 f" {content!r:.40}"
             )
 
-    values = _values(file, content, _FIELDS | dict(more or {}))
+    known = _FIELDS | dict(more or {})
+    values = dict(content)
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"{file}: {key}: unknown key{did_you_mean(key, known)}; known:"
+                f" {', '.join(known)}"
+            )
     if version is not None:
         # A run.json names every option, also those that have their defaults.
         values = {
@@ -200,99 +191,13 @@ def read_content(file: Path) -> Any:
         raise ConfigError(f"{file}: not {kind}: {error}") from None
 
 
-def _values(
-    file: Path, content: Mapping[str, Any], known: Mapping[str, DeclaredField[Any]]
-) -> dict[str, Any]:
-    """Check keys, and read sizes and policy tables."""
-    # The only key that is no field.
-    tables = content.get("policies", {})
-    values = {key: content[key] for key in content if key != "policies"}
-
-    for key, value in values.items():
-        if key not in known:
-            _unknown(file, key, ["policies", *known])
-        if option_of(known[key]).is_size and isinstance(value, str):
-            try:
-                values[key] = parse_bytes(value, where=key)
-            except ValueError as error:
-                raise ConfigError(f"{file}: {error}") from None
-
-    if not isinstance(tables, dict):
-        raise ConfigError(f"{file}: policies: expected tables, found {tables!r}")
-    for name, table in tables.items():
-        if name not in POLICY_TABLES:
-            _unknown(file, name, POLICY_TABLES, prefix="policies.")
-        key = POLICY_TABLES[name]
-        # Which of the two was meant cannot be known.
-        if key in values:
-            raise ConfigError(
-                f"{file}: policies.{name}: expected it once, found the key {key!r} too;"
-                " drop one"
-            )
-        values[key] = _specification(f"{file}: policies.{name}", key, table)
-    return values
-
-
-def _specification(where: str, key: str, table: Any) -> str:
-    """The text ``lfu:decay=0.9`` for a table with a name and arguments.
-
-    Raises:
-        ConfigError: no name, or an argument that the policy refuses.
-    """
-    if not isinstance(table, dict) or not isinstance(table.get("name"), str):
-        raise ConfigError(f"{where}: expected a table with a name, found {table!r}")
-    name = table["name"]
-    arguments = {key: table[key] for key in table if key != "name"}
-    # A system has no arguments, and its name needs no check here.
-    if not arguments:
-        return name
-
-    kind = option_of(_FIELDS[key]).policy_kind
-    assert kind is not None, "only policies have tables"
-    try:
-        known = [parameter.name for parameter in parameters(find(name, kind))]
-        for argument in arguments:
-            if argument not in known:
-                _unknown(where, argument, known)
-        # Constructors check what types cannot say, such as bounds.
-        resolve(name, kind, arguments)
-    except PolicyError as error:
-        reason = str(error).removeprefix(f"{kind} policy {name!r}: ")
-        # An error that begins with an argument's name continues the path to it.
-        joint = "." if reason.partition(":")[0] in arguments else ": "
-        raise ConfigError(f"{where}{joint}{reason}") from None
-
-    texts = [f"{key}={_text(value)}" for key, value in arguments.items()]
-    return f"{name}:{','.join(texts)}"
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _unknown(
-    where: str | Path, key: str, known: Collection[str], *, prefix: str = ""
-) -> NoReturn:
-    # In a path of keys, the key follows its table behind a dot.
-    joint = "." if isinstance(where, str) else ": "
-    raise ConfigError(
-        f"{where}{joint}{prefix}{key}: unknown key{did_you_mean(key, known)}; known:"
-        f" {', '.join(known) or 'none'}"
-    )
-
-
 _WIDTH = 88
 
 
 def json_schema(config: type[RunConfig] = RunConfig) -> dict[str, Any]:
     """The JSON schema of configuration files, for editors and checkers."""
     # A tenth of a second that nothing else pays.
-    from pydantic import BaseModel, ConfigDict, Field, create_model  # noqa: PLC0415
-
-    class Policy(BaseModel, extra="allow"):
-        """A policy with its parameters, of which every one has others."""
-
-        name: str
+    from pydantic import ConfigDict, Field, create_model  # noqa: PLC0415
 
     def declared(field: DeclaredField[Any]) -> tuple[Any, Any]:
         stated = option_of(field)
@@ -306,12 +211,9 @@ def json_schema(config: type[RunConfig] = RunConfig) -> dict[str, Any]:
         kind = kind | None if default is None else kind
         return Annotated[kind, Field(description=stated.help, **bounds)], default
 
-    strict: dict[str, Any] = {"__config__": ConfigDict(extra="forbid")}
-    tables: dict[str, Any] = dict.fromkeys(POLICY_TABLES, (Policy | None, None))
-    policies = create_model("Policies", **strict, **tables)
     options: dict[str, Any] = {each.name: declared(each) for each in fields(config)}
-    options["policies"] = (policies, None)
-    model = create_model("Options of a moesim run", **strict, **options)
+    strict = ConfigDict(extra="forbid")
+    model = create_model("Options of a moesim run", __config__=strict, **options)
     return model.model_json_schema()
 
 
@@ -342,8 +244,4 @@ def toml_template(config: type[RunConfig] = RunConfig) -> str:
             # JSON writes texts, numbers and truth values as TOML does.
             value = json.dumps(default)
         blocks.append(f"{text}\n# {field.name} = {value}")
-    blocks.append(
-        "# Parameters of a policy are keys of its table (see: moesim list cache)."
-        '\n# [policies.cache]\n# name = "lfu"\n# decay = 0.9'
-    )
     return "\n\n".join(blocks) + "\n"

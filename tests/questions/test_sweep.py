@@ -70,11 +70,11 @@ def test_policies_stand_together(swept):
 
 
 def test_a_list_in_a_file_is_an_axis(trace, tmp_path):
-    """Parameters of policies too; what a call says comes first."""
+    """What a call says comes first."""
     file = tmp_path / "exp.toml"
     file.write_text(
         f'trace = "{trace}"\nslots_per_layer = [1, 3]\nsteps = 4\n'
-        '[policies.cache]\nname = "lfu"\ndecay = [0.5, 0.9]\n'
+        'cache = ["lfu:decay=0.5", "lfu:decay=0.9"]\n'
     )
     found = moesim.sweep(file, jobs=1)
     assert list(zip(found["slots_per_layer"], found["cache"], strict=True)) == [

@@ -260,13 +260,10 @@ def _read_profile(path):
 def _config(folder, seed):
     text = f"""trace = "tiny"
 policy = "greedy"
+cache = "lfu:decay=0.9"
 cache_ratio = 0.{seed + 2}
 steps = 6
 seed = {seed}
-
-[policies.cache]
-name = "lfu"
-decay = 0.9
 """
     (folder / "exp.toml").write_text(text)
     return folder / "exp.toml"

@@ -108,8 +108,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def configs_of_file(path: str | Path, *, given: Iterable[str] = ()) -> list[RunConfig]:
-    """Every configuration that a file describes: each list in it is an axis, also those
-    of policies' parameters.
+    """Every configuration that a file describes: each list in it is an axis.
 
     Args:
         path: TOML, or a ``run.json``.
@@ -127,25 +126,16 @@ def configs_of_file(path: str | Path, *, given: Iterable[str] = ()) -> list[RunC
     content = read_content(file)
     for name in given:
         content.pop(name, None)
+    choices = product(*map(as_list, content.values()))
     configs = [
-        read_config(file, variant).build(RunConfig, command="moesim sweep")
-        for variant in _variants(content)
+        read_config(file, dict(zip(content, choice, strict=True))).build(
+            RunConfig, command="moesim sweep"
+        )
+        for choice in choices
     ]
     if not configs:
         raise ConfigError(f"{file}: expected a value in every list, found an empty one")
     return configs
-
-
-def _variants(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One content without lists for every combination of their items."""
-    choices = [
-        _variants(value) if isinstance(value, dict) else as_list(value)
-        for value in content.values()
-    ]
-    return [
-        dict(zip(content, combination, strict=True))
-        for combination in product(*choices)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
