@@ -1,7 +1,6 @@
 """`moesim run`: real experts on this machine."""
 
 import json
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from moesim.base.options import (
     folder_option,
     input_option,
 )
+from moesim.base.text import visible_lines
 from moesim.cli import output
 from moesim.cli.options import check_installed, from_dataclass
 from moesim.runs.config import MeasuredConfig
@@ -134,7 +134,8 @@ def _print(measured: "MeasuredRun") -> None:
 
     # The routing of a trace makes no texts.
     for number, text in enumerate(measured.texts or []):
-        print(f"--- {number}\n{_without_controls(text)}")
+        # A model may say anything, to the terminal too.
+        print(f"--- {number}\n{visible_lines(text)}")
     print(run_answer(measured).text())
 
     startup = measured.startup
@@ -167,14 +168,6 @@ def _print(measured: "MeasuredRun") -> None:
             f"verify: {result}: largest difference of {verification.logits:,} logits"
             f" {verification.largest:.3g}, tolerance {verification.tolerance:.3g}"
         )
-
-
-def _without_controls(text: str) -> str:
-    """Spell out what would control a terminal: a model may generate anything."""
-    # Tabs and line feeds stay: texts are laid out with them.
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text
-    )
 
 
 def _memory_text(footprint: "Footprint") -> str:

@@ -302,82 +302,64 @@ class RunObserver:
     """Takes chunks of a run's tables. L MoE layers, E experts.
 
     Attributes:
-        uses: int64 [L * E], layer steps in which an expert was active.
-        resident: int64 [L * E], those for which it was resident.
-        on_gpu: int64 [L * E], those that a GPU computed.
-        decode_s, decode_tokens: seconds of each batch's decode steps, and tokens that
-            a sequence got in them: several of a step that verifies a draft.
-        makespan_s: of each batch.
+        counts: int64 [3, L * E], layer steps in which an expert was active, in which a
+            GPU computed it, and in which it was resident.
     """
 
     def __init__(self, shape: ModelShape, lanes: Sequence[str]) -> None:
-        self._shape = shape
+        self._experts = shape.experts
         self._is_gpu = np.array([lane.startswith("gpu") for lane in lanes])
-        experts = shape.layers * shape.experts
-        self.uses = np.zeros(experts, np.int64)
-        self.resident = np.zeros(experts, np.int64)
-        self.on_gpu = np.zeros(experts, np.int64)
-        self.decode_s: list[float] = []
-        self.decode_tokens: list[int] = []
-        self.makespan_s: list[float] = []
-        self._batch = -1
-        self._start_s = 0.0
-        self._last_s = 0.0
+        self.counts = np.zeros((3, shape.layers * shape.experts), np.int64)
+        self._steps: list[Chunk] = []
 
     def add(self, table: str, chunk: Chunk) -> None:
         """Take a chunk of `timeline`, `accesses` or `steps`, each in order."""
-        if table == "accesses":
-            self._add_accesses(chunk)
-        elif table == "steps":
-            each = np.rint(chunk["tokens"] / chunk["sequences"]).astype(int)
-            columns = ("batch", "phase", "start_s", "end_s")
-            rows = zip(*(chunk[name].tolist() for name in columns), each, strict=True)
-            for batch, phase, start_s, end_s, tokens in rows:
-                self._add_step(batch, phase, start_s, end_s, int(tokens))
-
-    def _add_accesses(self, chunk: Chunk) -> None:
-        place = chunk["layer"].astype(np.int64) * self._shape.experts + chunk["expert"]
-        is_resident = chunk["state"] == HIT
-        is_on_gpu = self._is_gpu[chunk["lane"]]
-        size = len(self.uses)
-
-        self.uses += np.bincount(place, minlength=size)
-        self.resident += np.bincount(place[is_resident], minlength=size)
-        self.on_gpu += np.bincount(place[is_on_gpu], minlength=size)
-
-    def _add_step(
-        self, batch: int, phase: int, start_s: float, end_s: float, tokens: int
-    ) -> None:
-        if batch != self._batch:
-            self._batch = batch
-            self._start_s = start_s
-            self._last_s = start_s
-            self.decode_s.append(0.0)
-            self.decode_tokens.append(0)
-            self.makespan_s.append(0.0)
-
-        if phase != Phase.PREFILL:
-            # What lies between two steps belongs to the later one.
-            self.decode_s[-1] += end_s - self._last_s
-            self.decode_tokens[-1] += tokens
-        self.makespan_s[-1] = end_s - self._start_s
-        self._last_s = end_s
+        if table == "steps":
+            self._steps.append(chunk)
+        elif table == "accesses":
+            place = chunk["layer"].astype(np.int64) * self._experts + chunk["expert"]
+            is_on_gpu = self._is_gpu[chunk["lane"]]
+            chosen = (place, place[is_on_gpu], place[chunk["state"] == HIT])
+            size = self.counts.shape[1]
+            self.counts += [np.bincount(each, minlength=size) for each in chosen]
 
     def columns(self) -> dict[str, Any]:
         """Return what a row holds of it; `placement` is uint8 [2, L, E]: the share of
         uses that a GPU computed, and that found the expert resident.
         """
-        shares = np.full((2, len(self.uses)), NEVER_USED, np.uint8)
-        is_used = self.uses > 0
-        for row, counts in enumerate((self.on_gpu, self.resident)):
-            share = counts[is_used] / self.uses[is_used]
-            shares[row, is_used] = np.rint(share * FULL_SHARE)
+        uses = self.counts[0]
+        is_used = uses > 0
+        shares = np.full((2, len(uses)), NEVER_USED, np.uint8)
+        share = self.counts[1:, is_used] / uses[is_used]
+        shares[:, is_used] = np.rint(share * FULL_SHARE)
         return {
-            "batch_decode_s": self.decode_s,
-            "batch_decode_tokens": self.decode_tokens,
-            "batch_makespan_s": self.makespan_s,
-            "placement_experts": self._shape.experts,
+            **self._batches(),
+            "placement_experts": self._experts,
             "placement": shares.tobytes(),
+        }
+
+    def _batches(self) -> dict[str, list[Any]]:
+        """Seconds of each batch's decode steps, tokens that a sequence got in them
+        (several of a step that verifies a draft), and seconds of the whole batch.
+        """
+        names = ("batch", "phase", "tokens", "sequences", "start_s", "end_s")
+        batch, phase, tokens, sequences, start_s, end_s = (
+            np.concatenate([[], *(chunk[name] for chunk in self._steps)])
+            for name in names
+        )
+        first = np.flatnonzero(np.diff(batch, prepend=-1))
+        last = np.append(first, len(batch))[1:] - 1
+        # What lies between two steps belongs to the later one.
+        before_s = np.append(0.0, end_s)[:-1]
+        before_s[first] = start_s[first]
+        is_decode = phase != Phase.PREFILL
+        each = np.rint(tokens / sequences).astype(np.int64)
+        return {
+            "batch_decode_s": np.add.reduceat(
+                (end_s - before_s) * is_decode, first
+            ).tolist(),
+            "batch_decode_tokens": np.add.reduceat(each * is_decode, first).tolist(),
+            "batch_makespan_s": (end_s[last] - start_s[first]).tolist(),
         }
 
 
