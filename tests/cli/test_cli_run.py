@@ -177,3 +177,13 @@ def test_what_only_a_real_run_knows_is_refused_by_a_replay(command, trace, tmp_p
     code, _, err = command("run", "--config", file)
     assert (code, err.count("\n")) == (2, 1)
     assert "gpu_split: moesim run has no such option" in err
+
+
+def test_a_device_that_is_not_there_is_one_line(command, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("x")
+    monkeypatch.setattr("moesim.runtime.accelerators.accelerator_here", lambda: None)
+    words = (tmp_path / "t.parquet", "--prompts", tmp_path / "p.txt")
+    code, out, err = command("record", *words, "--device", "cuda")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "torch finds no 'cuda'" in err
+    assert not (tmp_path / "t.parquet").exists()
