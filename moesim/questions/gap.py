@@ -411,11 +411,15 @@ def gap_answer(report: Gap) -> Answer:
     ]
     own_s = report.clairvoyant_s
     if own_s is not None and own_s < report.ceiling_s:
-        facts.append(("other start", f"{ms(own_s)}: clairvoyant, from its own content"))
+        facts.append(
+            ("other start", f"{ms(own_s)}: clairvoyant, with a start of its own")
+        )
     if report.bound is not None:
         words = report.bound.words(report.policy_s)
         free = "no schedule is faster, unless decisions take no time"
-        facts.append(("bound", f"{free}: the policy is {words}"))
+        facts.append(
+            ("bound", f"{ms(report.bound.seconds)}: {free}; the policy is {words}")
+        )
     return Answer(
         question="where does the policy lose its time?",
         subject=f"{config['model']} on {config['hw']}",

@@ -4,6 +4,7 @@ asked before any machine is.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.units import percent
@@ -16,7 +17,6 @@ from moesim.runs.setup import opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     import pandas as pd
 
@@ -74,7 +74,7 @@ def hit_rates(
         "model": shape.name,
         "experts": f"{shape.layers} layers of {shape.experts} experts, {shape.top_k}"
         " each",
-        "trace": trace_words(opened_trace.path.name, opened_trace.digest()),
+        "trace": trace_words(Path(opened_trace.name).name, opened_trace.digest()),
     }
     return frame
 
@@ -134,12 +134,14 @@ def _oracles(rates: pd.DataFrame) -> list[str]:
 
 def _figure(rates: pd.DataFrame) -> Figure:
     rows = rates.melt(ignore_index=False, var_name="cache", value_name="rate")
+    oracles = _oracles(rates)
     # The whole range, so that figures of two traces can lie side by side.
     return Figure(
         rows.reset_index(),
         Axis("cache_ratio", "cache, share of all experts", ".0%"),
         Axis("rate", "hit rate of active experts", ".0%", limits=(0, 1)),
-        "Hit rate of every cache over its size; dashed: sees the future",
+        "Hit rate of every cache over its size"
+        + ("; dashed: sees the future" if oracles else ""),
         series="cache",
-        dashed=frozenset(_oracles(rates)),
+        dashed=frozenset(oracles),
     )

@@ -82,7 +82,7 @@ def run_sections(runs: Mapping[str, Run]) -> list[Section]:
         Section(
             "Every decode pass",
             [course_drawn(runs)],
-            "Decode only." + (" A click on a name hides it." if choices else ""),
+            "A click on a name hides it." if choices else "",
         ),
     ]
 

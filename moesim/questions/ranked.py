@@ -368,9 +368,10 @@ def _certainty(table: pd.DataFrame) -> str:
     lead = float(errors.max()) if len(errors) else LEAST_LEAD
     alike = f"times less than {percent(lead, 0)} apart are called a tie"
     if table["low_s"].notna().all():
+        seeds = f" and {count} seeds" if count > 1 else ""
         return (
-            f"95 % intervals over {samples} batches and {count} seeds; what they cannot"
-            f" tell apart, and {alike}"
+            f"95 % intervals over {samples} batches{seeds}; what they cannot tell"
+            f" apart, and {alike}"
         )
     counts = f"{samples} and {count}"
     # Such seeds repeat one run.
@@ -459,7 +460,7 @@ def _winners(table: pd.DataFrame) -> Listing:
         *map(column, cells),
         Column("fastest", "fastest"),
         Column("lead", "ahead by", "share"),
-        Column("second", "of"),
+        Column("second", "second"),
         *(Column(name, name, "s") for name in policies),
     ]
     few = len(rows) <= MOST_CELLS
@@ -534,6 +535,11 @@ def _drawn(table: pd.DataFrame) -> tuple[pd.DataFrame, Axis, dict[str, Any]]:
     return rows, time, common
 
 
+def _foreseeing(common: Mapping[str, Any], looks: str) -> str:
+    """How to tell the policies that see the future, where there are some."""
+    return f"; {looks}: sees the future" if common["dashed"] else ""
+
+
 def _times_drawn(table: pd.DataFrame) -> Figure:
     """The time of each policy: a bar in one setting; else over the axis with the most
     values, with a panel for each combination of the others.
@@ -546,6 +552,9 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
             for axis in common["measures"][1:]
         ]
         policies = names("candidate", "", table["candidate"])
+        # Room for the words beside the longest bar.
+        longest = float(np.nanmax(rows[["seconds", "high_s"]].to_numpy(float)))
+        time = replace(time, limits=(0.0, 1.3 * longest))
         return Figure(
             rows, time, policies, "Time of every policy", mark="bar", text="words",
             hover=shown, **common,
@@ -554,7 +563,13 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
     across = memory[0] if memory else max(cells, key=lambda n: table[n].nunique())
     others = [name for name in cells if name != across]
     if others:
-        rows["panel"] = _worded(table, others)[others].agg(", ".join, axis=1)
+        # A bare number does not say of what.
+        named = _worded(table, others)[others].apply(
+            lambda values: values.where(
+                ~values.str[0].str.isdigit(), f"{column(values.name).head} " + values
+            )
+        )
+        rows["panel"] = named.agg(", ".join, axis=1)
     values = table[across]
     is_number = column(across).unit or values.dtype.kind in "iuf"
     if is_number and values.notna().all():
@@ -564,7 +579,7 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
         rows = _worded(rows, [across])
         x = names(across, column(across).head, rows[across])
     return Figure(
-        rows, x, time, "Time of every policy; dashed: sees the future",
+        rows, x, time, f"Time of every policy{_foreseeing(common, 'dashed')}",
         series="candidate", panel="panel" if others else None, **common,
     )  # fmt: skip
 
@@ -573,11 +588,13 @@ def _memory_drawn(table: pd.DataFrame) -> Figure:
     """A point for each run: time over the memory that it takes."""
     cells: list[str] = table.attrs["cells"]
     rows, time, common = _drawn(_worded(table, cells))
+    taken = table["gpu_bytes"].astype(float)
+    unit, words = (GIB, "GiB") if taken.max() >= GIB else (2**20, "MiB")
     return Figure(
-        rows.assign(gib=table["gpu_bytes"].astype(float) / GIB),
-        Axis("gib", "GPU memory that the run takes, GiB"),
+        rows.assign(memory=taken / unit),
+        Axis("memory", f"GPU memory that the run takes, {words}"),
         replace(time, zero=False),
-        "Time over memory of the GPU; hollow: sees the future",
+        f"Time over memory of the GPU{_foreseeing(common, 'hollow')}",
         mark="point",
         series="candidate",
         hover=[(name, column(name).head, "") for name in cells],

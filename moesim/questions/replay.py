@@ -83,7 +83,7 @@ def setting_facts(
         config: effective.
         steps: forward passes; None where they are not counted.
     """
-    passes = "" if steps is None else f"{steps:,} forward passes of "
+    passes = "trace " if steps is None else f"{steps:,} forward passes of "
     parts = ("assignment", "cache", "prefetch", "routing", "batch")
     return [
         ("model", f"{config['model']}, {passes}{config['trace']}"),

@@ -290,9 +290,14 @@ def search_answer(proposals: pd.DataFrame) -> Answer:
         proposals: of `search`.
     """
     objectives: list[str] = proposals.attrs["objectives"]
+    left_out = proposals.attrs.get("left_out")
+    # Optuna draws sixteen digits, of which nobody reads more than four.
+    shown = proposals.map(
+        lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
+    )
     chosen = [n for n in proposals.columns if n not in (*objectives, "best", "digest")]
     best = int(proposals["best"].sum())
-    first = proposals.iloc[0]
+    first = shown.iloc[0]
     words = ", ".join(
         f"{column(name).head} {axis_value(name, first[name])}"
         for name in chosen
@@ -301,12 +306,12 @@ def search_answer(proposals: pd.DataFrame) -> Answer:
     reached = ", ".join(
         f"{each.head} {each.cell(first[each.name])}" for each in map(column, objectives)
     )
-    table = proposals.head(MOST_SHOWN).copy()
+    table = shown.head(MOST_SHOWN)
     for name in chosen:
         table[name] = [axis_value(name, value) for value in table[name].astype(object)]
         table[name] = table[name].replace("default", "-")
     notes = [f"nothing beats {best} of {len(proposals)} runs that were replayed"]
-    if left_out := proposals.attrs.get("left_out"):
+    if left_out:
         notes.append(f"left out: {left_out} proposals that did not fit the time")
     columns = [Column(name, column(name).head) for name in chosen]
     columns += [*map(column, objectives), Column("best", "unbeaten")]

@@ -222,7 +222,7 @@ def sensitivity(
         break_even=break_even(profile, opened_trace.shape),
         cliff=capacity_cliff(opened_trace, batch=config.batch, steps=config.steps),
         config={
-            "trace": str(opened_trace.path),
+            "trace": opened_trace.name,
             "hw": profile.name,
             "hw_digest": profile.digest,
             "policies": list(policies),

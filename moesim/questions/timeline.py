@@ -184,7 +184,8 @@ def step_choice(run: Run, steps: Sequence[int]) -> Choice:
     options = []
     for row in rows.to_dict("records"):
         took = ms(row["end_s"] - row["start_s"])
-        words = f"{row['step']}: {row['phase']}, {row['tokens']} tokens, {took}"
+        tokens = f"{row['tokens']} token{'s' if row['tokens'] > 1 else ''}"
+        words = f"{row['step']}: {row['phase']}, {tokens}, {took}"
         options.append((str(row["step"]), words))
     return Choice("step", "forward pass", options, str(middle_step(rows)))
 

@@ -5,6 +5,7 @@ like.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from moesim.traces.stats.trace_summary import TraceSummary
 
 _ANSWERS = {
-    "yes": "Worth offloading.",
+    "yes": "Worth a cache.",
     "hardly": "Hardly worth a cache.",
-    "no": "Not worth offloading.",
+    "no": "Not worth a cache.",
     "unknown": "No verdict.",
 }
 COLUMNS = (
@@ -48,6 +49,7 @@ def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
     figures = summary.figures
     shape = summary.shape
     judgement = figures["verdict"]
+    name = Path(trace.name).name
     tokens = (
         f"{figures['prefill_tokens']:,} prompt and {figures['decode_tokens']:,}"
         f" generated tokens, {figures['decode_steps']:,} decode steps at batch"
@@ -57,7 +59,7 @@ def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
     sizes = _sizes(judgement)
     drawn = {name: draw(summary) for name, draw in FIGURES.items()}
     return Answer(
-        question=f"is {trace.path.name} worth a cache?",
+        question=f"is {name} worth a cache?",
         subject=f"{shape.name}, no machine",
         setting=[("model", f"{shape.name}: {model}"), ("trace", tokens)],
         tables=[*sizes, _layers(figures)],
@@ -66,12 +68,12 @@ def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
         if sizes
         else [],
         figures={
-            name: (lambda figure=figure: figure)
-            for name, figure in drawn.items()
+            each: (lambda figure=figure: figure)
+            for each, figure in drawn.items()
             if figure is not None
         },
         data=figures,
-        sources={"trace": trace_words(trace.path.name, trace.digest())},
+        sources={"trace": trace_words(name, trace.digest())},
         # Names of models, files and people stay as they are written.
         settings=json.dumps(trace.header.provenance, ensure_ascii=False, indent=1),
     )
@@ -81,10 +83,7 @@ def _sizes(judgement: Mapping[str, Any]) -> list[Listing]:
     """Hit rates at four sizes; none for a trace without generated tokens."""
     if not judgement["sizes"]:
         return []
-    rows = [
-        {**size, "words": "the knee" if size["at"] == "knee" else f"{size['at']} hits"}
-        for size in judgement["sizes"]
-    ]
+    rows = [{**size, "words": _sized(size["at"])} for size in judgement["sizes"]]
     columns = [
         Column("words", "LRU cache of"),
         Column("slots", "experts per layer"),
@@ -94,6 +93,11 @@ def _sizes(judgement: Mapping[str, Any]) -> list[Listing]:
         Column("copied_bytes_per_step", "missing per step", "bytes"),
     ]
     return [Listing(pd.DataFrame(rows), columns)]
+
+
+def _sized(goal: str) -> str:
+    """How a cache was sized, in words."""
+    return "where LRU bends" if goal == "knee" else goal.replace("%", " % hits")
 
 
 def _layers(figures: Mapping[str, Any]) -> Listing:
@@ -134,12 +138,12 @@ def curves(summary: TraceSummary) -> Figure | None:
         pd.DataFrame(rows, columns=["cache", "slots", "rate"]),
         Axis("slots", "experts cached per layer", limits=(0, shape.experts)),
         Axis("rate", "hit rate in decode", ".0%", limits=(0, 1)),
-        "Hit rate over the size of a cache that begins empty; dashed: the knee, and"
+        "Hit rate over the size of a cache that begins empty; dashed: the bend, and"
         " caches that see the future",
         series="cache",
         marked=False,
         dashed=frozenset(row[0] for row in rows if "Belady" in row[0]),
-        rules=[("x", knee["slots"], "knee") for knee in knees],
+        rules=[("x", knee["slots"], "bend of LRU") for knee in knees],
         lines=[((0, shape.experts), (0, 1), "equally used experts")],
     )
 
@@ -259,7 +263,9 @@ def prediction(summary: TraceSummary) -> Figure | None:
     for name, predictor in (summary.figures["prediction"] or {}).items():
         words = name
         if predictor["accuracy"] is not None:
-            words = f"{name}, {predictor['depth']} ahead: {predictor['accuracy']:.1%}"
+            words = (
+                f"{name}, {predictor['depth']} ahead: {percent(predictor['accuracy'])}"
+            )
         # A rank that no layer step reached has no accuracy.
         rows += [
             (rank, share, words)
@@ -300,7 +306,7 @@ FIGURES: dict[str, Callable[[TraceSummary], Figure | None]] = {
     "similarity": _by_layer(
         "similarity_by_layer",
         "cosine",
-        "Cosine of the loads in prompt and answer (DAOP, equation 1)",
+        "Cosine of the loads in prompt and answer",
         lambda _: 1.0,
         "the same loads",
     ),
@@ -309,7 +315,7 @@ FIGURES: dict[str, Callable[[TraceSummary], Figure | None]] = {
         "bits",
         "Mutual information of neighbouring layers' choices",
         lambda summary: summary.figures["information_bias_bits"],
-        "bias: independent layers, tokens",
+        "what independent layers would show",
     ),
     "prediction": prediction,
 }

@@ -13,6 +13,8 @@ Two styles ship: ``plt.style.use(moesim.style("paper"))``, and ``screen``.
 from __future__ import annotations
 
 import io
+import re
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from moesim.base.files import write_bytes
 from moesim.base.options import PICTURES, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import pandas as pd
     from matplotlib.axes import Axes
@@ -95,8 +97,8 @@ class Figure:
         series: column of names that have a colour each; None for one series.
         colours: by name; others take those of ``axes.prop_cycle`` in their order.
         dashed: names that see the future.
-        low, high: columns with the ends of an interval of `y`, or of `x` of bars that
-            lie; None for none.
+        low, high: columns with the ends of an interval of `y`, or of `x` where `y` has
+            names; None for none.
         start: column at which spans begin.
         colour: of cells.
         shades: of cells, from the lowest to the highest.
@@ -139,7 +141,12 @@ class Figure:
         """Names of the series: the same ones have the same looks in any order."""
         if self.series is None:
             return []
-        return sorted(set(self.rows[self.series].astype(str)) | set(self.colours))
+        series = set(self.rows[self.series].astype(str)) | set(self.colours)
+        # 4 tokens come before 16.
+        return sorted(series, key=lambda name: [
+            part.zfill(9) if part.isdigit() else part
+            for part in re.split(r"(\d+)", name)
+        ])  # fmt: skip
 
     def panels(self) -> list[tuple[str, Figure]]:
         """A figure for each panel, with its name."""
@@ -194,10 +201,17 @@ class Figure:
             )
         if not all(hasattr(each, "barh") for each in axes):
             raise ConfigError(f"ax: expected Axes of matplotlib, got {ax!r}")
-        for place, (each, (name, panel)) in enumerate(zip(axes, panels, strict=True)):
-            _draw(panel, each, figure.names(), first=place == 0)
+        for each, (name, panel) in zip(axes, panels, strict=True):
+            _draw(panel, each, figure.names())
             if name:
                 each.set_title(name)
+        # Axes may share limits, which hold the marks of all of them.
+        for each in axes:
+            _dress(each.xaxis, figure.x, narrow=len(panels) > 1)
+            _dress(each.yaxis, figure.y)
+            if figure.y.order is not None:
+                each.set_ylim(len(figure.y.order) - 0.5, -0.5)
+        _explain(figure, axes)
         return axes[0] if self.panel is None else np.array(axes, object)
 
     def size_inches(self) -> tuple[float, float]:
@@ -266,7 +280,7 @@ def style(name: str) -> str:
 # With matplotlib.
 
 
-def _draw(figure: Figure, ax: Axes, known: Sequence[str], *, first: bool) -> None:
+def _draw(figure: Figure, ax: Axes, known: Sequence[str]) -> None:
     """Draw one panel."""
     if figure.mark == "cells":
         _draw_cells(figure, ax)
@@ -278,19 +292,17 @@ def _draw(figure: Figure, ax: Axes, known: Sequence[str], *, first: bool) -> Non
         line(value, color=QUIET, linestyle="--", linewidth=1, label=words, zorder=0)
     for across, up, words in figure.lines:
         ax.plot(across, up, color=QUIET, linewidth=1, label=words, zorder=0)
-    _dress(ax.xaxis, figure.x)
-    _dress(ax.yaxis, figure.y)
-    if figure.y.order is not None:
-        ax.set_ylim(len(figure.y.order) - 0.5, -0.5)
-    labels = ax.get_legend_handles_labels()[1]
-    if not first or not labels:
-        return
+
+
+def _explain(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Name the colours: in the first panel, or beside the last."""
+    labels = axes[0].get_legend_handles_labels()[1]
     # Bars that lie leave a legend no room.
     most = 9 if figure.y.order is None else len(figure.y.order)
     if len(labels) > most:
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    else:
-        ax.legend()
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    elif labels:
+        axes[0].legend()
 
 
 def _series(
@@ -324,7 +336,7 @@ def _draw_series(
 ) -> None:
     x = _places(figure.x, rows)
     y = _places(figure.y, rows)
-    lies = figure.mark in {"bar", "span"} and figure.y.order is not None
+    lies = figure.y.order is not None
     if figure.mark == "span":
         begin = rows[figure.start].to_numpy(float)
         ax.barh(y, x - begin, left=begin, height=0.8, **looks)
@@ -344,6 +356,7 @@ def _draw_series(
         where = {"xerr" if lies else "yerr": reach}
         colour = "black" if figure.mark == "bar" else looks["color"]
         ax.errorbar(x, y, **where, fmt="none", ecolor=colour, elinewidth=1, zorder=3)
+        x = np.fmax(x, ends[1]) if lies else x
     if figure.text is not None:
         for across, down, words in zip(x, y, rows[figure.text], strict=True):
             ax.annotate(
@@ -371,7 +384,12 @@ def _draw_cells(figure: Figure, ax: Axes) -> None:
     ax.invert_yaxis()
     bar = ax.figure.colorbar(picture, ax=ax, label=shade.words)
     if shade.form:
-        bar.ax.yaxis.set_major_formatter(f"{{x:{shade.form}}}")
+        bar.ax.yaxis.set_major_formatter(_formatted(shade.form))
+
+
+def _formatted(form: str) -> Callable[[float, float], str]:
+    """What writes numbers beside ticks, per cent as in tables."""
+    return lambda value, _: format(value, form).replace("%", " %")
 
 
 def _places(axis: Axis, rows: pd.DataFrame) -> np.ndarray:
@@ -381,11 +399,12 @@ def _places(axis: Axis, rows: pd.DataFrame) -> np.ndarray:
     return rows[axis.column].astype(str).map(axis.order.index).to_numpy(float)
 
 
-def _dress(side: Any, axis: Axis) -> None:
-    """Labels, limits and scale of one side."""
+def _dress(side: Any, axis: Axis, *, narrow: bool = False) -> None:
+    """Labels, limits and scale of one side; long labels wrap where it is narrow."""
     ax = side.axes
     name = side.axis_name
-    getattr(ax, f"set_{name}label")(axis.words)
+    words = textwrap.fill(axis.words, 24) if narrow else axis.words
+    getattr(ax, f"set_{name}label")(words)
     if axis.order is not None:
         side.set_ticks(range(len(axis.order)), labels=axis.order)
         if name == "x" and sum(map(len, axis.order)) > 40:
@@ -394,7 +413,7 @@ def _dress(side: Any, axis: Axis) -> None:
     if axis.log:
         getattr(ax, f"set_{name}scale")("log")
     if axis.form:
-        side.set_major_formatter(f"{{x:{axis.form}}}")
+        side.set_major_formatter(_formatted(axis.form))
     if axis.integer and not axis.log:
         side.get_major_locator().set_params(integer=True)
     if axis.limits is not None:

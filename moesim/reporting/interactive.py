@@ -34,6 +34,12 @@ FORESEEING = [5, 4]
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 WIDTH = 760
 HEIGHT = 280
+NUMBERS = {
+    "decimal": ".", "thousands": ",", "grouping": [3], "currency": ["", ""],
+    "percent": " %",
+}  # fmt: skip
+"""How D3 writes numbers: per cent as in tables."""
+
 VERSION = "6.4"
 """Of Vega-Lite."""
 
@@ -170,7 +176,8 @@ def _layers(figure: Figure, base: Any, cursor: dict[str, str]) -> list[Any]:
     """The marks of a figure, with intervals below and words above them."""
     if figure.mark == "cells":
         return [_cells(figure, base)]
-    placed = base.encode(x=_side(figure.x, alt.X), y=_side(figure.y, alt.Y))
+    across = _steps if figure.mark == "bar" and figure.x.integer else _side
+    placed = base.encode(x=across(figure.x, alt.X), y=_side(figure.y, alt.Y))
     looks = _looks(figure)
     marks = placed.encode(tooltip=_hover(figure), **looks)
     if figure.mark in {"bar", "span"}:
@@ -186,20 +193,23 @@ def _layers(figure: Figure, base: Any, cursor: dict[str, str]) -> list[Any]:
         layer = layer.encode(fill=colour, fillOpacity=filled)
     layers = [layer]
     if figure.low is not None:
-        layers.insert(0, _interval(figure, base, looks))
+        # A bar would hide half of it.
+        place = 1 if figure.mark == "bar" else 0
+        layers.insert(place, _interval(figure, base, looks))
     if figure.text is not None:
         above = 8 if figure.mark in {"line", "point"} else 0
         words = placed.mark_text(align="left", dx=4, dy=-above)
+        if figure.high is not None and figure.y.order is not None:
+            end = f"max(datum['{figure.x.column}'], datum['{figure.high}'])"
+            words = words.transform_calculate(beyond=end)
+            words = words.encode(x=_side(figure.x, alt.X, "beyond"))
         layers.append(words.encode(text=f"{figure.text}:N"))
     return layers
 
 
 def _bars(figure: Figure, marks: Any, cursor: dict[str, str]) -> Any:
-    size: Any = alt.Undefined
-    # On an axis of numbers a bar has no width of its own.
-    if figure.y.order is None and figure.x.order is None:
-        size = max(2, int(0.8 * WIDTH / max(1, len(figure.rows))))
-    bars = marks.mark_bar(clip=True, size=size, **cursor)
+    across = "width" if figure.y.order is None else "height"
+    bars = marks.mark_bar(clip=True, **{across: {"band": 0.8}}, **cursor)
     if figure.start is None:
         return bars
     start = _side(figure.x, alt.X, figure.start)
@@ -217,12 +227,14 @@ def _cells(figure: Figure, base: Any) -> Any:
     colour = alt.Color(
         f"{shade.column}:Q", title=shade.words, scale=scale, legend=legend
     )
-    ticks = alt.Axis(labelOverlap=True, ticks=False)
-    x, y = (
-        channel(f"{axis.column}:O", title=axis.words, axis=ticks)
-        for channel, axis in ((alt.X, figure.x), (alt.Y, figure.y))
-    )
+    x, y = _steps(figure.x, alt.X), _steps(figure.y, alt.Y)
     return base.mark_rect().encode(x=x, y=y, color=colour, tooltip=_hover(figure))
+
+
+def _steps(axis: Axis, channel: Any) -> Any:
+    """An axis with a place of its own for each whole number."""
+    ticks = alt.Axis(labelOverlap=True, labelAngle=0, ticks=False)
+    return channel(f"{axis.column}:O", title=axis.words, axis=ticks)
 
 
 def _interval(figure: Figure, base: Any, looks: dict[str, Any]) -> Any:
@@ -257,6 +269,8 @@ def _side(axis: Axis, channel: Any, column: str | None = None) -> Any:
     ticks = alt.Axis(format=axis.form or alt.Undefined)
     if axis.integer:
         ticks = alt.Axis(tickMinStep=1, format="d")
+        # There is no layer before the first one.
+        scale |= {"nice": False}
     return channel(f"{name}:Q", title=title, scale=alt.Scale(**scale), axis=ticks)
 
 
@@ -267,7 +281,12 @@ def _looks(figure: Figure) -> dict[str, Any]:
     known = figure.names()
     if not known:
         return {}
-    legend = alt.Legend(orient="top", columns=4, title=None, labelLimit=320)
+    # A band along a line would make the line's symbol as pale as itself.
+    legend: Any = alt.Legend(
+        orient="top", columns=4, title=None, labelLimit=320, symbolOpacity=1
+    )
+    if len(known) == 1:
+        legend = None
 
     def channel(kind: Any, values: Sequence[Any], special: Mapping[str, Any]) -> Any:
         each = [
@@ -377,4 +396,5 @@ def config(*, dark: bool = False) -> Spec:
         "line": {"color": PALETTE[0]},
         "point": {"color": PALETTE[0]},
         "range": {"category": list(PALETTE)},
+        "locale": {"number": NUMBERS},
     }

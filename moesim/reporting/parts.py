@@ -10,7 +10,7 @@ so the same figure has the same name, unit and direction wherever it is printed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.base.units import (
@@ -29,9 +29,13 @@ if TYPE_CHECKING:
 
     from moesim.reporting.figures import Figure
 
+LONGEST_NUMBER = 26
+"""Letters of a cell, its interval included, that is set as a number is."""
+
 HEADS = {
     "trace": "trace",
     "hw": "machine",
+    "hw_kind": "profile",
     "policy": "policy",
     "candidate": "policy",
     "cache_ratio": "GPU cache",
@@ -168,6 +172,17 @@ class Listing:
             [each.cell(value) for each, value in zip(self.columns, row, strict=True)]
             for row in rows
         ]
+
+    def prose(self) -> set[str]:
+        """Heads of columns with long words, which are read from the left."""
+        columns = zip(
+            self.heads(), *replace(self, rows=self.rows[:100]).cells(), strict=False
+        )
+        return {
+            head
+            for head, *cells in columns
+            if max(map(len, cells), default=0) > LONGEST_NUMBER
+        }
 
     def heads(self) -> list[str]:
         """Heads of its columns."""

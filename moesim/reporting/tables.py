@@ -22,6 +22,7 @@ from rich.table import Table
 
 from moesim.base.files import write_bytes, write_text
 from moesim.base.text import cell, visible
+from moesim.reporting.parts import LONGEST_NUMBER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,9 +35,6 @@ PLAIN_WIDTH = 80
 
 GAP = 2
 """Spaces between two columns."""
-
-LONGEST_NUMBER = 26
-"""Letters of a cell, its interval included, that is set as a number is."""
 
 NARROWEST = 20
 """Narrower screens get lines of this width: below it, wrapping cuts words apart."""

@@ -1,11 +1,13 @@
 """Figures as researchers make them: on Axes of theirs, in a style of theirs."""
 
 import matplotlib as mpl
+import pandas as pd
 import pytest
 
 import moesim
 from moesim.base.options import ConfigError
 from moesim.questions.lanes import course_drawn
+from moesim.reporting.figures import Axis, Figure, names
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -87,6 +89,34 @@ def test_as_many_axes_as_panels_are_wanted():
     with pytest.raises(ConfigError, match="expected 2 Axes, one for each panel, got 1"):
         answer.plot("times", ax=axes[0])
     plt.close(picture)
+
+
+def test_every_panel_shows_its_marks():
+    """The limits of the first one hid those of the others."""
+    rows = pd.DataFrame({"x": [1, 2, 1, 2], "y": [1, 1, 5, 5], "of": list("aabb")})
+    figure = Figure(rows, Axis("x", "x"), Axis("y", "y", zero=True), "", panel="of")
+    picture, axes = plt.subplots(1, 2, sharey=True)
+    for ax in figure.draw(axes):
+        low, high = ax.get_ylim()
+        assert low == 0
+        assert high > 5
+    plt.close(picture)
+
+
+def test_an_interval_lies_along_what_is_measured_and_words_stand_behind_it():
+    rows = pd.DataFrame({"of": ["a"], "share": [0.5], "low": [0.4], "high": [0.7]})
+    share = Axis("share", "share", ".0%")
+    for mark in ("point", "bar"):
+        figure = Figure(
+            rows, share, names("of", "", rows["of"]), "", mark=mark, low="low",
+            high="high", text="of",
+        )  # fmt: skip
+        ax = figure.draw()
+        (ends,) = ax.collections[-1].get_segments()
+        assert ends.tolist() == [[pytest.approx(0.4), 0], [pytest.approx(0.7), 0]]
+        assert ax.texts[0].xy == (0.7, 0)
+        assert ax.xaxis.get_major_formatter()(0.5, 0) == "50 %"
+    plt.close("all")
 
 
 def test_another_measure_is_drawn_or_refused_by_name():

@@ -203,7 +203,7 @@ def parts_of(page, mark=None):
 
 
 def test_a_sweep_holds_every_run_and_its_command(swept, pages):
-    front = next(part for part in parts_of(pages["sweep"], "gib"))
+    front = next(part for part in parts_of(pages["sweep"], "memory"))
     facts = [
         part for part in data_of(pages["sweep"])["parts"] if part and "names" in part
     ]
@@ -456,10 +456,10 @@ def test_a_chart_and_its_data_can_be_saved(driver, pages):
 
 FRONT = (
     "const part = (await window.page).charts.find("
-    "(each) => each.data.rows && each.data.rows.gib);"
+    "(each) => each.data.rows && each.data.rows.memory);"
     "const walk = (item, x, y, found) => {"
     " const [left, top] = [x + (item.x ?? 0), y + (item.y ?? 0)];"
-    " if (item.datum && item.datum.gib) found.marks += 1;"
+    " if (item.datum && item.datum.memory) found.marks += 1;"
     " if (item.mark && item.mark.role === 'legend-label' && item.text === 'greedy')"
     "  found.name = [left, top];"
     " for (const each of item.items ?? []) walk(each, item.marktype ? x : left,"
@@ -487,6 +487,33 @@ def test_a_click_on_a_name_hides_its_marks(driver, pages):
         driver, f"await new Promise((d) => setTimeout(d, 300)); {FRONT} return found"
     )
     assert after["marks"] < before["marks"]
+
+
+WORDS = (
+    "const found = [];"
+    "const walk = (item, x, role) => {"
+    " if (typeof item.text === 'string' || typeof item.text === 'number')"
+    "  found.push([role, String(item.text), x + item.bounds.x2]);"
+    " for (const each of item.items ?? [])"
+    "  walk(each, x + (item.marktype ? 0 : item.x ?? 0), item.role ?? role); };"
+    "for (const { view } of (await window.page).charts)"
+    " walk(view.scenegraph().root, view.origin()[0], '');"
+    "return found;"
+)
+"""What stands in charts: role of each text, itself, and where it ends, in pixels."""
+
+
+@pytest.mark.parametrize("kind", ["run", "comparison", "sweep", "trace"])
+def test_charts_say_what_tables_say_and_cut_no_word(driver, pages, kind):
+    """There is no layer -1, and per cent are written alike everywhere."""
+    opened(driver, pages[kind], width=390)
+    found = run_script(driver, WORDS)
+    ticks = [text for role, text, _ in found if role == "axis-label"]
+    assert ticks
+    odd = re.compile(r"\N{MINUS SIGN}|.*\d%")
+    assert list(filter(odd.match, ticks)) == []
+    width = driver.execute_script("return document.querySelector('.chart').clientWidth")
+    assert max(end for *_, end in found) <= width
 
 
 def test_the_filter_stands_in_the_address(driver, pages):

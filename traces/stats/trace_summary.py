@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from moesim.base.units import format_bytes
+from moesim.base.units import format_bytes, percent
 from moesim.traces.format.arrays import top_k
 from moesim.traces.format.batch import compose
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
@@ -242,13 +242,14 @@ def _why(
     sentences = [
         (
             f"All {shape.layers} x {shape.experts} experts weigh"
-            f" {format_bytes(shape.routed_bytes)}; a decode step uses {share:.1%}."
+            f" {format_bytes(shape.routed_bytes)}; a decode step uses"
+            f" {percent(share)}."
         ),
         (
             f"The curve of LRU bends at {best['slots']} of {shape.experts} experts per"
-            f" layer ({format_bytes(best['bytes'])}): {best['lru']:.1%} hits,"
-            f" {gain:+.1%} against equally used experts; Belady, who knows the future,"
-            f" {best['belady']:.1%}."
+            f" layer ({format_bytes(best['bytes'])}): {percent(best['lru'])} hits,"
+            f" {100 * gain:+.1f} points against equally used experts; Belady, who"
+            f" knows the future, {percent(best['belady'])}."
         ),
         (
             f"What is missing there is {format_bytes(round(copied))} per decode step:"

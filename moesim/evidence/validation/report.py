@@ -311,7 +311,7 @@ def cell_errors(result: dict[str, Any]) -> Figure:
     )
     return Figure(
         rows,
-        Axis("cell", "cells, sorted"),
+        Axis("cell", "cells, sorted", integer=True),
         Axis("error", "error of the time per token", "+.0%"),
         "Error of each cell; lines: by how much it would differ if measured anew",
         mark="bar",

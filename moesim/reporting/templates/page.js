@@ -82,6 +82,7 @@ class Table {
   constructor(place, rows) {
     this.place = place;
     this.body = place.querySelector("tbody");
+    this.heads = place.querySelectorAll("thead th");
     this.made = !rows;
     this.rows = rows
       ? rows.map((cells, number) => ({ cells, number }))
@@ -95,7 +96,7 @@ class Table {
   }
 
   makeHeads() {
-    [...this.place.querySelectorAll("thead th")].forEach((head, column) => {
+    this.heads.forEach((head, column) => {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = head.textContent;
@@ -165,6 +166,7 @@ class Table {
     row.row.replaceChildren(
       ...row.cells.map((text, column) => {
         const cell = document.createElement(column ? "td" : "th");
+        cell.className = this.heads[column].className;
         if (!column) cell.scope = "row";
         cell.textContent = text;
         return cell;
@@ -258,6 +260,12 @@ function measured(part) {
   if (chosenOne !== first && spec.layer) {
     // Intervals and labels belong to the first measure.
     spec.layer = spec.layer.filter(({ encoding }) => !["x", "y"].some((side) => encoding?.[side]?.field === "low_s") && encoding?.text?.field !== "words");
+  }
+  if (chosenOne !== first) {
+    // So do the ends of the axis.
+    walk(spec, (object, key) => {
+      if (["x", "y"].includes(key) && object.field === chosenOne && object.scale?.domain) object.scale = { zero: true };
+    });
   }
   if (part.log) {
     walk(spec, (object, key) => {
