@@ -293,14 +293,3 @@ def test_events_are_counted_as_simpy_counts_them(slots):
     counts = {kind: scheduled.count(kind) for kind in set(scheduled)}
     assert counts["_Turn"] == replay.clock.turns
     assert counts["_End"] + counts["_Turn"] == result.events
-
-
-def test_a_calibration_fills_a_cache_that_would_start_empty():
-    """Counts say expert 2 then 0: both are hits from the first step on."""
-    import numpy as np
-
-    planner = plan_of(
-        shape(), ON_GPU, slots=2, calibration=np.array([[5.0, 0.0, 9.0, 1.0]])
-    )
-    _, timeline = run(planner, steps([routed(0, 0, 1, 2)]))
-    assert timeline.access_frame()["state"].tolist() == ["hit", "miss", "hit"]

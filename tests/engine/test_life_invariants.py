@@ -157,55 +157,6 @@ def test_a_full_memory_has_an_empty_place_only_while_a_copy_into_it_runs(
     assert auditor.reports > 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(seeds, st.integers(1, 3), st.integers(1, 8))
-def test_a_promoted_copy_never_starts_later_than_one_that_is_not(seed, staging, slots):
-    """The same wishes; in one run the second layer needs the last of them.
-
-    Then that copy starts no later than where nobody awaits it.
-    """
-
-    def started_s(*, needed):
-        draw = np.random.default_rng(seed)
-        wishes = draw.permutation(8)[:5]
-        planner = plan_of(
-            shape(2, 8),
-            System("on-demand", prefetch="listed", cache="lru"),
-            slots=slots,
-            staging=staging,
-        )
-        planner.policies.prefetch.keys = [(1, int(expert)) for expert in wishes]
-        last = int(wishes[-1])
-        other = next(e for e in range(8) if e not in wishes)
-        # Dense 2, copy 4, product 1: layer 1 is planned at 9, with copies in the queue.
-        passes = steps(
-            [routed(0, 0), routed(1, last if needed else other)], [routed(0, 0)]
-        )
-        _, timeline = run(planner, passes)
-        copies = timeline.frame().query("layer == 1 and expert == @last")
-        copies = copies[copies["kind"].isin(["fetch", "prefetch"])]
-        return copies["start_s"].min() if len(copies) else np.inf
-
-    with registered(prefetch_listed=Listed):
-        assert started_s(needed=True) <= started_s(needed=False)
-
-
-class Listed(WildPrefetch):
-    """In the first layer step, wish for a list; what is late stays in the queue."""
-
-    keys: list = []  # noqa: RUF012 - each run sets its own
-
-    def start(self, context):
-        self.late = "keep"
-
-    def prefetch(self, work, view, named):
-        if work.step or work.layer:
-            return 0
-        for n, (layer, expert) in enumerate(self.keys):
-            named[n] = layer * view.experts + expert
-        return len(self.keys)
-
-
 # -- real workers, real copies ----------------------------------------------------------
 
 MODEL = float_model(LAYERS, EXPERTS)

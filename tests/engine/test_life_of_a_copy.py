@@ -304,46 +304,6 @@ def test_a_copy_that_has_not_started_is_taken_back_when_the_cpu_takes_over():
 # -- 5. demand never waits behind prefetches for a staging slot -------------------------
 
 
-def predicted(layer, experts, count=16):
-    """Scores [1, E] that name these experts of the next layer."""
-    scores = np.zeros((1, count), np.float16)
-    scores[0, experts] = 1
-    return {"pred1_res": scores, "layer": layer}
-
-
-@pytest.mark.parametrize("staging", [8, 16])
-def test_more_staging_slots_never_turn_hits_into_misses(staging):
-    """No cache; the residual gate names four experts of the next layer, all of them
-    right. A copy takes 0.1 s beside a dense part of 2 s: from the second layer on all
-    have landed, with 8 slots as with 16.
-    """
-    layers = 4
-    planner = plan_of(
-        shape(layers=layers, experts=16, top_k=4),
-        System("on-demand", cache="none", prefetch="residual:size=4"),
-        HandCosts(copy=0.1),
-        staging=staging,
-    )
-    draw = np.random.default_rng(0)
-    passes = []
-    for _ in range(8):
-        chosen = [sorted(draw.choice(16, 4, replace=False).tolist()) for _ in range(4)]
-        passes.append(
-            [
-                routed(
-                    layer,
-                    *chosen[layer],
-                    pred1_res=predicted(layer, chosen[(layer + 1) % 4])["pred1_res"],
-                )
-                for layer in range(layers)
-            ]
-        )
-    _, timeline = run(planner, steps(*passes))
-    accesses = timeline.access_frame()
-    later = accesses[accesses["layer"] > 0]
-    assert (later["state"] == "hit").all()
-
-
 def test_demand_takes_the_staging_slot_of_the_farthest_guess():
     """Two slots; (2,2) was staged 2-6 for a later layer. Layer 1 needs two at once:
     the first takes the free slot, the second that of (2,2).

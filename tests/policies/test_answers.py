@@ -26,7 +26,7 @@ from moesim.policies.names import ABSENT, RESIDENT
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
 from moesim.policies.prefetch.recall import Recall
 from moesim.policies.ranked_cache import RankedCache
-from moesim.policies.registry import resolve
+from moesim.policies.registry import KINDS, resolve
 from moesim.policies.routing.cache_prior import CachePrior
 
 ENGINES = pytest.mark.parametrize("engine", ["fast", "simpy"])
@@ -67,15 +67,42 @@ def writing(*numbers, returning=0):
 
 
 @ENGINES
-@pytest.mark.parametrize("answer", [
-    writing(999_999),
-    lambda _, candidates, chosen: writing(candidates[0])(chosen),
-], ids=["nobody", "one for all"])  # fmt: skip
-def test_wrong_victims_are_named(said, engine, answer):
-    """Keys that no expert has crashed the process."""
-    message = said("cache", answering(CachePolicy, "victims", answer), engine=engine)
-    assert message.startswith("cache policy 'mine': ")
-    assert "not distinct members" in message
+@pytest.mark.parametrize(("base", "question", "answer", "expected"), [
+    # Keys that no expert has crashed the process.
+    (CachePolicy, "victims", writing(999_999), "not distinct members"),
+    (CachePolicy, "victims", lambda _, candidates, chosen: writing(candidates[0])(chosen),
+     "not distinct members"),
+    (RankedCache, "admits", lambda *_: None, "expected true or false, got None"),
+    (RankedCache, "replacements", lambda *_: None, "expected the number of keys"),
+    (RankedCache, "replacements", writing(10**9, returning=1), "got 1000000000"),
+    (AssignmentPolicy, "assign", lambda *_: None,
+     "assign: expected SERIAL and WAITS, added up, or 0, got None"),
+    (AssignmentPolicy, "assign", lambda *_: 4, "or 0, got 4"),
+    (AssignmentPolicy, "assign", writing(0), "an order that is a permutation"),
+    (AssignmentPolicy, "assign", writing(10**9), "an order that is a permutation"),
+    (AssignmentPolicy, "assign", lambda _work, _view, lanes, _order: writing(9)(lanes),
+     "expected a lane in 0..1"),
+    (AssignmentPolicy, "assign", lambda _work, _view, lanes, _order: writing(-1)(lanes),
+     "a lane in 0..1"),
+    (PrefetchPolicy, "prefetch", lambda *_: None,
+     "prefetch: expected the number of keys named, got None"),
+    (PrefetchPolicy, "prefetch", lambda *_: 3.0, "number of keys named, got 3.0"),
+    (PrefetchPolicy, "prefetch", lambda *_: -1, "keys, got -1"),
+    (PrefetchPolicy, "prefetch", lambda *_: 10**9, "keys, got 1000000000"),
+    (PrefetchPolicy, "prefetch", writing(10**9, returning=1), "got 1000000000"),
+    (PrefetchPolicy, "prefetch", writing(-5, returning=1), "got -5"),
+    # Experts that the model lacks, and tokens that were forgotten, counted as nothing.
+    (RoutingPolicy, "route", lambda *_: None,
+     "route: expected a number of columns, got None"),
+    (RoutingPolicy, "route", lambda *_: 33, "expected 0 to 32 columns, got 33"),
+    (RoutingPolicy, "route", writing(99, returning=4),
+     "expected 0 to 31, or 65535 for none, got 99"),
+])  # fmt: skip
+def test_a_wrong_answer_is_named(said, engine, base, question, answer, expected):
+    [kind] = [kind for kind, contract in KINDS.items() if issubclass(base, contract)]
+    message = said(kind, answering(base, question, answer), engine=engine)
+    assert message.startswith(f"{kind} policy 'mine': ")
+    assert expected in message
 
 
 def test_a_score_that_is_no_number_is_named(said):
@@ -87,53 +114,6 @@ def test_a_score_that_is_no_number_is_named(said):
     assert "expected a number, got nan" in said("cache", Mine)
 
 
-@ENGINES
-@pytest.mark.parametrize(("answer", "expected"), [
-    (lambda *_: None, "assign: expected SERIAL and WAITS, added up, or 0, got None"),
-    (lambda *_: 4, "assign: expected SERIAL and WAITS, added up, or 0, got 4"),
-    (writing(0), "an order that is a permutation"),
-    (writing(10**9), "an order that is a permutation"),
-    (lambda _work, _view, lanes, _order: writing(9)(lanes), "expected a lane in 0..1"),
-    (lambda _work, _view, lanes, _order: writing(-1)(lanes), "a lane in 0..1"),
-])  # fmt: skip
-def test_wrong_lanes_are_named(said, engine, answer, expected):
-    mine = answering(AssignmentPolicy, "assign", answer)
-    message = said("assignment", mine, engine=engine)
-    assert message.startswith("assignment policy 'mine': ")
-    assert expected in message
-
-
-@ENGINES
-@pytest.mark.parametrize(("answer", "expected"), [
-    (lambda *_: None, "expected the number of keys named, got None"),
-    (lambda *_: 3.0, "expected the number of keys named, got 3.0"),
-    (lambda *_: -1, "keys, got -1"),
-    (lambda *_: 10**9, "keys, got 1000000000"),
-    (writing(10**9, returning=1), "got 1000000000"),
-    (writing(-5, returning=1), "got -5"),
-])  # fmt: skip
-def test_wrong_prefetches_are_named(said, engine, answer, expected):
-    mine = answering(PrefetchPolicy, "prefetch", answer)
-    message = said("prefetch", mine, engine=engine)
-    assert message.startswith("prefetch policy 'mine': prefetch: ")
-    assert expected in message
-
-
-@ENGINES
-@pytest.mark.parametrize(("answer", "expected"), [
-    (lambda *_: None, "expected a number of columns, got None"),
-    (lambda *_: 33, "expected 0 to 32 columns, got 33"),
-    (writing(99, returning=4), "expected 0 to 31, or 65535 for none, got 99"),
-])  # fmt: skip
-def test_wrong_routing_is_named(said, engine, answer, expected):
-    """Experts that the model lacks, and tokens that were forgotten, counted as
-    nothing.
-    """
-    message = said("routing", answering(RoutingPolicy, "route", answer), engine=engine)
-    assert message.startswith("routing policy 'mine': route: ")
-    assert expected in message
-
-
 def test_weights_of_a_wrong_shape_are_named(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     mine = answering(RoutingPolicy, "weigh", lambda *_: np.ones((3, 2)))
@@ -141,19 +121,6 @@ def test_weights_of_a_wrong_shape_are_named(monkeypatch):
     moesim.register("routing", "mine", mine)
     with pytest.raises(PolicyError, match=r"weigh: expected numbers of shape \(1, 2\)"):
         resolve("mine", "routing").weigh(Gate(), np.zeros((1, 2), np.uint16))
-
-
-@ENGINES
-@pytest.mark.parametrize(("question", "answer", "expected"), [
-    ("admits", lambda *_: None, "admits: expected true or false, got None"),
-    ("replacements", lambda *_: None, "replacements: expected the number of keys"),
-    ("replacements", writing(10**9, returning=1), "got 1000000000"),
-])  # fmt: skip
-def test_wrong_answers_about_entering_are_named(
-    said, engine, question, answer, expected
-):
-    mine = answering(RankedCache, question, answer)
-    assert expected in said("cache", mine, engine=engine)
 
 
 def swapping(going, coming):

@@ -1,7 +1,6 @@
 """No policy beats the bound: every registered cache policy on random and real streams."""
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ from support.cache_driver import (
     LayerStep,
     atomic,
     drive,
-    flattened,
-    real_trace,
     uses_of,
 )
 
@@ -93,88 +90,6 @@ def test_no_policy_beats_the_step_atomic_bound(name, layer_steps, capacity):
         assert run.hits <= most_hits(
             layer_steps, capacities, EXPERTS, filled=starts_full(name)
         )
-
-
-REAL = [("olmoe_1b_7b_decode299", 16, 64, 20), ("gpt_oss_20b", 24, 32, 24)]
-
-
-@cache
-def belady_hits(name, layers, experts, tokens, scope, capacity):
-    return drive(
-        Belady(),
-        real_trace(name, tokens),
-        capacity,
-        layers=layers,
-        experts=experts,
-        scope=scope,
-    ).hits
-
-
-@pytest.mark.parametrize("scope", ["layer", "global"])
-@pytest.mark.parametrize(("trace", "layers", "experts", "tokens"), REAL)
-@pytest.mark.parametrize("name", names("cache"))
-def test_no_policy_beats_belady_on_real_streams(
-    name, trace, layers, experts, tokens, scope
-):
-    """Step-atomic, a quarter of the model. A cache that starts full may have that many
-    hits more.
-    """
-    capacity = experts // 4 if scope == "layer" else layers * experts // 4
-    layer_steps = real_trace(trace, tokens)
-    run = drive(
-        policy_of(name, experts),
-        layer_steps,
-        capacity,
-        layers=layers,
-        experts=experts,
-        scope=scope,
-    )
-    head_start = layers * experts // 4 if starts_full(name) else 0
-    assert (
-        run.hits
-        <= belady_hits(trace, layers, experts, tokens, scope, capacity) + head_start
-    )
-
-
-@pytest.mark.parametrize("scope", ["layer", "global"])
-def test_belady_variants_bound_each_other_on_a_real_stream(scope):
-    """Declining can only help; holds cost Belady 1.5 % of the hits per layer, 0.1 % in
-    global scope (measured).
-    """
-    layers = 16
-    experts = 64
-    capacity, capacities = (16, [16] * layers) if scope == "layer" else (256, [256])
-    layer_steps = real_trace("olmoe_1b_7b_decode299", 60)
-    free, forced = (
-        drive(
-            Belady(must_admit=must),
-            layer_steps,
-            capacity,
-            layers=layers,
-            experts=experts,
-            scope=scope,
-        ).hits
-        for must in (False, True)
-    )
-    bound = most_hits(layer_steps, capacities, experts, filled=False)
-    assert forced <= free <= bound <= 1.02 * free
-
-
-def test_sequential_belady_may_exceed_the_step_atomic_one():
-    """The same accesses one at a time, with nothing held: 577 hits against 572
-    (measured).
-    """
-    layer_steps = [s for s in real_trace("olmoe_1b_7b_decode299", 100) if s.layer == 8]
-    at_once = drive(
-        Belady(), [s._replace(layer=0) for s in layer_steps], 16, experts=64
-    ).hits
-    one_at_a_time = drive(
-        Belady(),
-        flattened([s._replace(layer=0) for s in layer_steps], 64),
-        16,
-        experts=64,
-    ).hits
-    assert at_once < one_at_a_time
 
 
 def test_belady_is_no_bound_where_active_experts_hold_the_cache():

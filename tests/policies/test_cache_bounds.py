@@ -13,10 +13,9 @@ from support.cache_driver import (
     context,
     drive,
     one_by_one,
-    real_trace,
     uses_of,
 )
-from support.handmade import HandCosts, plan_of, routed, run, shape, steps
+from support.handmade import HandCosts, plan_of, routed, shape, steps
 
 from moesim.policies.base import PolicyError
 from moesim.policies.cache import _offline_bounds as planned
@@ -28,8 +27,6 @@ from moesim.policies.cache.lru import LRU
 from moesim.policies.registry import resolve
 from moesim.policies.systems import System
 from moesim.traces.format.future import RecordedFuture
-
-EXPERTS = 6
 
 
 def exhaustive_cost(layer_steps, capacity, size, cost, entry):
@@ -124,11 +121,6 @@ def test_a_miss_costs_the_shorter_way_and_a_stay_the_fetch():
     )
 
 
-def test_with_equal_sizes_a_real_trace_has_an_integral_optimum():
-    exact = best_stays(uses_of(real_trace("olmoe_1b_7b_decode299", 100), 64), 256)
-    assert exact.least_cost == exact.plan_cost
-
-
 # -- the oracles that follow a plan ----------------------------------------------------
 
 
@@ -199,39 +191,6 @@ def test_belady_cost_takes_the_seconds_of_the_machine_it_runs_on():
     assert planner.policies.caches[0].stays[0].least_cost == 2 * 4
 
 
-@settings(max_examples=30, deadline=None)
-@given(STEPS, st.integers(0, 3), st.data())
-def test_with_workloads_belady_cost_still_bounds_every_cache(
-    layer_steps, capacity, data
-):
-    """The least cost over every content that may survive every step, with a price of
-    its own for each use.
-    """
-    tokens = {
-        (s.step, 0): [data.draw(st.integers(1, 9)) for _ in s.experts]
-        for s in layer_steps
-    }
-    policy = BeladyCost(cpu=0.3)
-    policy.start(
-        replace(context(layer_steps, capacity), future=ListFuture(layer_steps, tokens))
-    )
-
-    def on_cpu(layer_step):
-        workload = tokens[layer_step.step, 0]
-        return dict(
-            zip(sorted(layer_step.experts), (0.3 * n for n in workload), strict=True)
-        )
-
-    def cost(layer_step):
-        return {e: min(1.0, cpu) for e, cpu in on_cpu(layer_step).items()}
-
-    def entry(layer_step):
-        return {e: 1.0 - paid for e, paid in cost(layer_step).items()}
-
-    expected = exhaustive_cost(layer_steps, capacity, [1] * 5, cost, entry)
-    assert policy.stays[0].least_cost == pytest.approx(expected)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(2, 8), st.integers(1, 7), st.randoms())
 def test_no_cache_beats_belady_size_and_numbers_of_experts_mean_nothing(
@@ -268,31 +227,6 @@ def test_belady_size_keeps_two_small_ones_instead_of_a_large_one():
         [False, False],
     ]
     assert policy.stays[0].least_cost == policy.stays[0].plan_cost == 6
-
-
-def test_belady_size_runs_in_a_pool_of_unequal_experts():
-    """Room for 300 bytes: with both layers' experts returning each step, everything
-    after step 0 is a hit.
-    """
-    model = shape(layers=2, expert_bytes=[200, 100])
-    passes = steps(*[[routed(0, 0), routed(1, 0)]] * 3)
-    system = System(assignment="on-demand", cache="belady-size")
-    planner = plan_of(
-        model,
-        system,
-        HandCosts(),
-        slots=1,
-        scope="global",
-        future=RecordedFuture(passes),
-    )
-    _, timeline = run(planner, passes)
-    fetched = timeline.frame().query("kind == 'fetch'")
-    assert sorted(zip(fetched["step"], fetched["layer"], strict=True)) == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (2, 0),
-    ]
 
 
 def test_planned_oracles_need_the_future_and_a_sequence_of_bearable_length(monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 from support.cache_driver import (
     LayerStep,
     admit,
-    atomic,
     context,
     drive,
     evict,
@@ -16,7 +15,6 @@ from support.cache_driver import (
     work,
 )
 
-from moesim.policies.base import PolicyError
 from moesim.policies.cache.fifo import FIFO
 from moesim.policies.cache.least_stale_interval import LeastStaleInterval
 from moesim.policies.cache.least_stale_layer import LeastStaleLayer
@@ -106,10 +104,6 @@ def test_section_3_3_ties_go_to_the_last_use_then_id():
     policy = scored(ScoreWindow(), [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25])
     policy.accessed(work(experts=[0], step=2, width=4))
     assert victims(policy, [3, 3], [0, 1, 2]) == [1, 2]
-
-
-def test_caches_by_score_say_what_they_read():
-    assert MRS().needs == ScoreWindow().needs == ("scores",)
 
 
 # -- frequency and age -----------------------------------------------------------------
@@ -300,34 +294,3 @@ def test_moe_infinity_counts_visits_in_the_cache_or_for_ever():
         policy = infinity(visits=visits)
         evict(policy, 0)
         assert policy.visits[0] == count
-
-
-def test_parameters_out_of_range_are_refused():
-    for make, message in (
-        (lambda: MRS(alpha=0.0), "alpha"),
-        (lambda: ScoreWindow(window=0), "window"),
-        (lambda: LeastStaleInterval(weight=0.0), "weight"),
-        (lambda: LFRU(variant="old"), "variant"),
-    ):
-        with pytest.raises(PolicyError, match=message):
-            make()
-
-
-def test_held_experts_never_leave():
-    """One slot, two experts a step: what is active stays."""
-    for policy in (
-        FIFO(),
-        LIFO(),
-        Random(),
-        LFRU(),
-        LeastStaleInterval(),
-        LeastStalePass(),
-        MoEInfinity(),
-    ):
-        assert drive(policy, atomic([0, 1], [0, 2], [0]), 1).hit_log == [
-            False,
-            False,
-            True,
-            False,
-            True,
-        ]

@@ -10,7 +10,6 @@ from support.cache_driver import (
     View,
     admit,
     context,
-    drive,
     evict,
     swaps,
     work,
@@ -19,12 +18,10 @@ from support.handmade import HandCosts, plan_of, routed, run, shape, spans, step
 from support.small_trace import write_small_trace
 
 from moesim import replay as replay_trace
-from moesim.policies.base import PolicyError
 from moesim.policies.cache.decayed_frequency import DecayedFrequency
 from moesim.policies.cache.prefill_swap import PrefillSwap
 from moesim.policies.cache.workload_window import WorkloadWindow
 from moesim.policies.names import DECODE, PREFILL, RESIDENT
-from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 
 # -- DALI's workload window ------------------------------------------------------------
@@ -92,45 +89,6 @@ def test_section_1_7(trigger, gain, log, final, hits):
     assert swapped(policy, WORKLOADS, [0, 1, 2, 3]) == (log, final, hits, 28)
 
 
-def test_section_1_7_b_the_idlest_leave_not_the_busiest():
-    """Line 11 prints TopK over the residents, whom the text calls the lowest. After
-    step 3 that would be 0 and 2.
-    """
-    log, _, _, _ = swapped(
-        WorkloadWindow(window=4, swaps=2), WORKLOADS[:4], [0, 1, 2, 3]
-    )
-    sums = np.array(WORKLOADS[:4]).sum(axis=0)
-    assert sums.tolist() == [3, 1, 2, 0, 10, 6, 2, 0]
-    literal = {0, 1, 2, 3} & set(np.argsort(-sums[:4], kind="stable")[:2].tolist())
-    assert literal == {0, 2}
-    assert {out for _, out in log[3]} == {3, 1}
-
-
-def test_section_1_7_e_a_new_sequence_keeps_the_cache_and_its_window():
-    """EOS ends the loop over tokens, nothing else: the fourth step closes the window,
-    whichever sequence it is of.
-    """
-    policy = WorkloadWindow(window=4, swaps=2)
-    policy.start(context([], 4))
-    admit(policy, *range(4))
-    view = View(resident=[(0, 0, e) for e in range(4)])
-    for step, counts in enumerate(WORKLOADS[:4]):
-        experts = np.flatnonzero(counts)
-        tokens = np.array(counts)[experts]
-        now = work(experts=experts, tokens=tokens, step=step, batch=step // 2)
-        policy.accessed(now)
-        pairs = swaps(policy, now, view)
-    assert [(into, out) for (_, out), (_, into) in pairs] == [(4, 3), (5, 1)]
-
-
-def test_section_1_7_g_what_is_fetched_on_demand_never_enters():
-    policy = WorkloadWindow()
-    policy.start(context([], 4))
-    now = work(experts=[5, 6])
-    assert not policy.admits(now, 5)
-    assert not policy.admits(now, 6)
-
-
 def test_section_1_7_h_u_beyond_what_there_is_is_cut():
     log, final, _, _ = swapped(
         WorkloadWindow(window=1, swaps=8), WORKLOADS[:1], [0, 1, 2, 3]
@@ -180,12 +138,6 @@ def test_what_another_gpu_has_already_does_not_leave_this_one(policy, gpu):
     policy.accessed(now)
     view = View(gpus=2, resident=[(1, 0, 0)], in_flight=[(0, 0, 0)])
     assert swaps(policy, now, view, gpu) == [((0, 0), (0, 5))][:gpu]
-
-
-def test_workload_window_fills_at_random_by_the_seed():
-    filled = [drive(WorkloadWindow(), [], 4, seed=seed).resident for seed in (1, 1, 2)]
-    assert filled[0] == filled[1] != filled[2]
-    assert len(filled[0]) == 4
 
 
 def test_section_1_7_f_swaps_are_copied_after_the_layer_step():
@@ -255,29 +207,6 @@ def test_section_2_1_every_layer_gets_its_share_and_the_best_of_all_the_rest():
     assert policy.initial(np.array([7])).tolist() == [0, 1, 4, 5, 6, 8, 10]
     policy.start(context([], 1, layers=3, experts=4, calibration=counts))
     assert policy.initial(np.array([1, 1, 1])).tolist() == [0, 4, 10]
-
-
-def test_section_2_1_the_expert_cache_ratio_counts_slots_of_the_whole_model():
-    """ECR = GPU slots / (L N): 46.9 % are 120 of Mixtral's 32 x 8 and 240 of Phi's 32 x
-    16.
-    """
-    for experts, slots in ((8, 120), (16, 240)):
-        size = CacheSize.of((100,) * 32, experts, scope="global", ratio=0.469)
-        assert size.slots.tolist() == [slots]
-
-
-def test_prefill_swap_says_what_it_misses():
-    with pytest.raises(PolicyError, match="calibration trace; found none"):
-        PrefillSwap(fill="calibrated").start(context([], 2))
-
-
-def test_parameters_out_of_range_are_refused():
-    for make, message in (
-        (lambda: WorkloadWindow(trigger="never"), "trigger"),
-        (lambda: PrefillSwap(share=0.0), "share"),
-    ):
-        with pytest.raises(PolicyError, match=message):
-            make()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.cache_driver import TimedView, named, shape, victims, work
-from support.engine_pairs import assert_equal, both, machine
+from support.engine_pairs import machine
 from support.handmade import routed, steps
 
 from benchmarks import drawn_ceilings
@@ -22,8 +22,6 @@ from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
 
 EXPERTS = 4
 LAYERS = 2
@@ -102,17 +100,6 @@ def test_coming_tokens_are_copied_for_where_that_gains_more_than_the_price(
 def test_without_a_future_there_is_no_foresight():
     with pytest.raises(PolicyError, match="'foresight' must see the future"):
         ForesightCache().start(RunContext(shape(), 1, np.ones(1), "layer"))
-
-
-@pytest.mark.parametrize("scope", ["layer", "global"])
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_both_engines_give_the_same_run(make_trace, gpus, batch, scope):
-    trace = open_trace(make_trace(sequences=((4, 12),) * 3))
-    options = {"cache_ratio": 0.4, "batch": batch, "cache_scope": scope}
-    parts = {"cache": "foresight", "prefetch": "foresight:margin=0.1"}
-    hw = machine(gpus=gpus)
-    assert_equal(*both(trace, "hybrimoe-schedule", hw=hw, **parts, **options))
 
 
 # The search.
@@ -198,26 +185,6 @@ def test_a_part_of_the_users_own_is_not_searched(make_trace):
     assert parts["cache"]["decay"] == 0.4
 
 
-CAUSAL = [
-    *("recall", "dfa-cache", "freetoken", "llama.cpp", "fiddler", "greedy+lfru"),
-    *("mixtral-offloading", "exact:objective=scheduled+lru"),
-    "hybrimoe-schedule+decayed-frequency+statistical",
-]
-
-
-@pytest.mark.parametrize("hw", ["rtx4060ti", "rtx3090-epyc7532"])
-@pytest.mark.parametrize("ratio", [0.1, 0.5])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_no_causal_policy_beats_the_ceiling(hw, ratio, batch):
-    """On the shipped trace; `moesim reproduce map` looks at every cell of its map."""
-    cell = {"hw": hw, "cache_ratio": ratio, "batch": batch, "steps": 48}
-    trace = "gpt-oss-20b-like"
-    ceiling_s = replay(trace, "clairvoyant", **cell).metrics["makespan_s"]
-    for policy in CAUSAL:
-        taken_s = replay(trace, policy, **cell, keep=False).metrics["makespan_s"]
-        assert ceiling_s <= taken_s, policy
-
-
 SLOW = {
     "hw": machine(name="rtx3080ti", numbers={"costs.h2d.bytes_per_s": 11.9e9}),
     "cache_ratio": 0.03,
@@ -260,15 +227,3 @@ def test_the_search_tries_what_drafts_want():
     taken = replay(policy=EXACT, cache=FAR, prefetch="clairvoyant", **cell)
     ceiling_s = replay(policy="clairvoyant", **cell).metrics["makespan_s"]
     assert ceiling_s <= taken.metrics["makespan_s"]
-
-
-def test_with_drafts_no_causal_policy_beats_the_ceiling(shared_traces, tmp_path):
-    """On recorded routing, where one did by 0.01 %."""
-    trace = tmp_path / "recorded.parquet"
-    shape = model_shape("gpt-oss-20b", weights="mxfp4")
-    import_trace(shared_traces / "gpt_oss_20b.parquet", trace, shape=shape)
-    ceiling, rival = (
-        replay(trace, policy, **DRAFTED, steps=120).metrics["makespan_s"]
-        for policy in ("clairvoyant", f"{EXACT}+decayed-frequency+statistical")
-    )
-    assert ceiling <= rival

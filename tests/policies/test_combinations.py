@@ -8,17 +8,13 @@ from itertools import combinations, product
 import pytest
 from support.small_trace import write_trace
 
-from benchmarks.combinations import PARTS, all_of, pairwise, served
+from benchmarks.combinations import PARTS, pairwise, served
 from benchmarks.every_policy import Bench, Ledger, main
 from moesim.policies.registry import names
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
 
 SHAPE = ModelShape("small", 3, 16, 2, 32, 16, (8192,) * 3, 1, dtype="f32")
-
-
-def test_the_product_of_two_kinds_of_two_has_four_combinations():
-    assert all_of([["a", "b"], ["x", "y"]]) == ["a+x", "a+y", "b+x", "b+y"]
 
 
 def test_three_kinds_of_two_need_four_combinations_for_all_pairs_instead_of_eight():

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cache_driver import assigned, placed, shape, work
-from support.engine_pairs import machine
 from support.strategies import layer_works
 
 from moesim.policies.assignment._placing import transfer_s
@@ -17,7 +16,6 @@ from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.hybrimoe_schedule import HybriMoESchedule
 from moesim.policies.names import IN_FLIGHT
 from moesim.policies.run_context import RunContext
-from moesim.runs.replay import replay
 
 RULES = (
     lambda: HybriMoESchedule(contention=True),
@@ -55,16 +53,6 @@ def test_as_published_hybrimoe_knows_no_slowdowns():
     now = work(**THREE_MISSES)
     as_published = placed(begun(HybriMoESchedule(), now, link=2.0, cpu=2.0), now)
     assert sorted(as_published.lanes) == [0, 0, 1]
-
-
-def test_both_are_slowed_while_both_work():
-    """A copy of 6 s beside 4 s of the CPU. Both at half speed the CPU ends after 8 s;
-    the copy has 2 s left, so it lands after 10 s, and the GPU ends after 11 s.
-    """
-    now = work(cpu_s=[4.0, 4.0], gpu_s=[1.0, 1.0], arrive_s=[6.0, 6.0])
-    rule = begun(Exact(objective="contended"), now, link=2.0, cpu=2.0)
-    lanes, order = np.array([0, 1], np.int8), np.arange(2)
-    assert rule.end_s(now, lanes.data, order.data) == pytest.approx(11.0)
 
 
 def queued(now, lanes, order):
@@ -155,15 +143,3 @@ def test_no_plan_ends_later_for_knowing_of_slowdowns(now, link, cpu):
         assert ends[0] <= ends[1] * (1 + 1e-12)
         if link == cpu == 1.0:
             assert told.lanes.tolist() == untold.lanes.tolist()
-
-
-def test_on_a_slow_link_it_saves_a_sixth_of_a_token():
-    """3 % of experts, 11.9 GB/s, slowdowns of 1.6: copies on demand do not pay."""
-    hw = machine(name="rtx3080ti", numbers={"costs.h2d.bytes_per_s": 11.9e9})
-    cell = {"hw": hw, "cache_ratio": 0.03, "steps": 24, "keep": False}
-    seconds = {}
-    for objective in ("scheduled", "contended"):
-        policy = f"exact:objective={objective}+decayed-frequency"
-        run = replay("gpt-oss-20b-like", policy, **cell)
-        seconds[objective] = run.metrics["makespan_s"]
-    assert seconds["contended"] < 0.9 * seconds["scheduled"]

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.cache_driver import context, one_by_one, untrained, victims, work
-from support.cache_driver import drive as drive_atomic
+from support.cache_driver import context, untrained, victims, work
 from support.handmade import HandCosts, plan_of, routed, run, shape, spans, steps
 from support.small_trace import write_trace
 from typer.testing import CliRunner
@@ -26,7 +25,6 @@ from moesim.policies.cache._learned_network import (
     Network,
     sizes,
 )
-from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.cache_replay import replay as replay_blocks
 from moesim.policies.sizes import CacheSize
@@ -310,39 +308,7 @@ def test_section_5_4_a_read_from_the_ssd_hides_the_scoring_too():
     ]
 
 
-def test_other_policies_are_charged_nothing():
-    planner = plan_of(
-        shape(), System("on-demand", "lru"), HandCosts(copy=1e-9, plan=0.5), slots=1
-    )
-    _, timeline = run(planner, passes(0, 1, 0))
-    assert [end - start for *_, start, end in spans(timeline, "plan")] == [0.5] * 3
-
-
 # -- training and judging --------------------------------------------------------------
-
-
-def test_it_learns_cyclic_access_where_lru_always_misses():
-    """0 1 2 3 4 5 0 ... through 4 slots: LRU evicts just what comes next; Belady hits 3
-    of 5 in the long run.
-    """
-    model = shape(experts=6)
-    trained = train(
-        passes(*list(range(6)) * 40),
-        model,
-        Recipe(hidden=32, epochs=60),
-    )
-    held_out = passes(*(np.arange(120) + 4) % 6)
-    evaluations = learned.evaluate(
-        ("flashmoe", "lru", learned.BOUND),
-        held_out,
-        model,
-        4,
-        {"flashmoe": trained.network._asdict()},
-    )
-    rates = {row.policy: row.hit_rate for row in evaluations}
-    assert rates["lru"] == 0.0
-    assert rates["flashmoe"] > 0.45
-    assert rates["flashmoe"] <= rates[learned.BOUND] == pytest.approx(0.58, abs=0.02)
 
 
 def test_learned_on_the_shipped_calibration_trace_it_beats_lru_and_lfru_on_the_evaluation_trace():
@@ -387,17 +353,6 @@ def test_a_belady_cache_only_ever_evicts_optimally():
     (row,) = learned.evaluate((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
     assert row.optimal == 1.0
     assert row.delay_steps is None
-
-
-def test_recording_changes_nothing():
-    """Hit rates while evictions are recorded equal those of the step-atomic driver."""
-    drawn = np.random.default_rng(4).integers(0, 8, 300).tolist()
-    by_hand = drive_atomic(Belady(must_admit=True), one_by_one(drawn), 3)
-    (row,) = learned.evaluate((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
-    assert (row.hit_rate, row.evictions) == (
-        by_hand.hits / by_hand.accesses,
-        len(by_hand.evicted),
-    )
 
 
 def test_policies_that_decline_admissions_are_not_judged():

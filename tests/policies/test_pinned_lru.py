@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support.cache_driver import admit, atomic, context, drive, victims, work
 
-from moesim.policies.base import PolicyError
 from moesim.policies.cache.pinned_lru import PinnedLRU
 from moesim.questions.hit_rates import hit_rates
 from moesim.traces.synthetic.generate import synth
@@ -54,11 +53,6 @@ def test_from_an_lru_cache_to_a_fixed_one(share, hits):
     steps = atomic([0], [1], [2], [0], [2], [1], [2])
     run = drive(PinnedLRU(share=share), steps, 2, experts=6)
     assert run.hits == hits
-
-
-def test_a_share_is_between_none_and_all():
-    with pytest.raises(PolicyError, match="share"):
-        PinnedLRU(share=1.5)
 
 
 LRU = (0.435, 0.620, 0.720, 0.789, 0.850)

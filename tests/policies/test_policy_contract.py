@@ -25,8 +25,8 @@ from support.cache_driver import (
 
 from moesim.policies.arrays import view_of
 from moesim.policies.assignment._optimum import modelled_s
-from moesim.policies.base import Gate
-from moesim.policies.names import DECODE
+from moesim.policies.base import Gate, PolicyError
+from moesim.policies.names import ABSENT, DECODE
 from moesim.policies.registry import KINDS, describe, find, name_of, names, resolve
 from moesim.policies.run_context import RunContext
 from moesim.traces.format.schema import PREDICTION_COLUMNS
@@ -35,25 +35,39 @@ LAYERS = 3
 EXPERTS = 6
 
 
+ANY_COST = st.sampled_from([0.0, 1e-3, 2e-3, 5e-3, np.inf])
+"""Infinite on a lane that is no choice: of an expert that is just being replaced, the
+arrival.
+"""
+
+
+STATES = st.integers(0, 2)
+
+
 @st.composite
-def works(draw):
-    """A layer step: from one active expert to all, any residency, one or two GPUs."""
+def works(draw, cpu_s=None, states=STATES):
+    """A layer step: from one active expert to all, any residency, one or two GPUs, and
+    costs that are zero, finite or infinite in any mix.
+    """
     experts = sorted(
         draw(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS))
     )
     active = len(experts)
     gpus = draw(st.integers(1, 2))
-    seconds = st.floats(0, 0.1, allow_nan=False)
-    times = st.lists(seconds, min_size=active, max_size=active)
+    costs = st.one_of(st.floats(0, 0.1), ANY_COST)
+
+    def times(seconds):
+        return draw(st.lists(seconds, min_size=active, max_size=active))
+
     return work(
         experts=experts,
         layer=draw(st.integers(0, LAYERS - 1)),
         tokens=draw(st.lists(st.integers(1, 50), min_size=active, max_size=active)),
-        cpu_s=draw(times),
-        host_s=draw(times),
-        gpu_s=[draw(times) for _ in range(gpus)],
-        arrive_s=[draw(times) for _ in range(gpus)],
-        state=draw(st.lists(st.integers(0, 2), min_size=active, max_size=active)),
+        cpu_s=times(costs if cpu_s is None else cpu_s),
+        host_s=times(st.floats(0, 0.1)),
+        gpu_s=[times(costs) for _ in range(gpus)],
+        arrive_s=[times(costs) for _ in range(gpus)],
+        state=draw(st.lists(states, min_size=active, max_size=active)),
         rows=draw(st.integers(1, 4)),
         width=EXPERTS,
     )
@@ -103,8 +117,9 @@ def started(kind, name, gpus):
     return policy
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", names("assignment"))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), now=works())
 def test_assignment_places_every_active_expert_once_on_a_legal_lane(name, data, now):
     view = data.draw(views(now.gpus))
@@ -113,41 +128,6 @@ def test_assignment_places_every_active_expert_once_on_a_legal_lane(name, data, 
     assert sorted(answer.order.tolist()) == list(range(now.active))
     again = placed(started("assignment", name, now.gpus), now, view)
     assert again.lanes.tolist() == answer.lanes.tolist()
-
-
-ANY_COST = st.sampled_from([0.0, 1e-3, 2e-3, 5e-3, np.inf])
-"""Infinite on a lane that is no choice: of an expert that is just being replaced, the
-arrival.
-"""
-
-
-@st.composite
-def works_with_extremes(draw, cpu_s=ANY_COST):
-    """A layer step whose costs are zero, finite or infinite in any mix."""
-    active = draw(st.integers(1, EXPERTS))
-    gpus = draw(st.integers(1, 2))
-
-    def times(seconds):
-        return draw(st.lists(seconds, min_size=active, max_size=active))
-
-    return work(
-        cpu_s=times(cpu_s),
-        gpu_s=[times(ANY_COST) for _ in range(gpus)],
-        arrive_s=[times(ANY_COST) for _ in range(gpus)],
-        host_s=times(st.sampled_from([0.0, 1e-3])),
-        width=EXPERTS,
-    )
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", names("assignment"))
-@settings(max_examples=40, deadline=None)
-@given(now=works_with_extremes())
-def test_infinite_costs_are_survived_by_every_assignment(name, now):
-    """Legal lanes and order, and no arithmetic on what is no number."""
-    answer = placed(started("assignment", name, now.gpus), now)
-    assert 0 <= answer.lanes.min() <= answer.lanes.max() <= now.gpus
-    assert sorted(answer.order.tolist()) == list(range(now.active))
 
 
 WEIGH_COSTS = (
@@ -159,7 +139,7 @@ WEIGH_COSTS = (
 
 @pytest.mark.parametrize("name", WEIGH_COSTS)
 @settings(max_examples=60, deadline=None)
-@given(now=works_with_extremes(st.sampled_from([0.0, 1e-3, 5e-3])))
+@given(now=works(st.floats(0, 0.1), st.just(ABSENT)))
 def test_infinite_costs_forbid_a_lane_to_every_assignment_that_weighs_costs(name, now):
     """The CPU could finish every expert, so no policy waits forever on a GPU."""
     # An expert that is resident where it would be computed forever is no machine's.
@@ -169,7 +149,7 @@ def test_infinite_costs_forbid_a_lane_to_every_assignment_that_weighs_costs(name
 
 
 @settings(max_examples=150, deadline=None)
-@given(now=works_with_extremes())
+@given(now=works())
 def test_infinite_costs_leave_ilp_and_exact_at_the_optimum(now):
     choices = itertools.product(range(now.gpus + 1), repeat=now.active)
     best_s = min(modelled_s(now, np.array(choice, np.int8)) for choice in choices)
@@ -305,6 +285,18 @@ def test_routing_keeps_the_shape_and_says_whether_it_alters(name):
 def test_every_policy_knows_its_name(kind):
     for name in names(kind):
         assert name_of(find(name, kind)) == name
+
+
+@pytest.mark.parametrize("value", ["-1", "-0.5", "luck"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_parameter_can_mean_is_refused_by_its_name(kind, value):
+    for info in describe(kind):
+        for parameter in info.parameters:
+            if parameter.type_label == "str":
+                continue
+            refused = f"policy '{info.name}': {parameter.name}: expected"
+            with pytest.raises(PolicyError, match=refused):
+                resolve(f"{info.name}:{parameter.name}={value}", kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

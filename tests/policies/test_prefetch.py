@@ -1,14 +1,11 @@
 """Prefetch policies: what they want, in which order, and what they leave out."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cache_driver import View, context, named, work
 
-from moesim.policies.base import PolicyError
 from moesim.policies.prefetch.next_gate import NextGate
-from moesim.policies.prefetch.none import NoPrefetch
 from moesim.policies.prefetch.residual import Residual
 from moesim.traces.predictions import predicted_workload
 
@@ -98,14 +95,6 @@ def test_depth_asks_nearer_layers_first_and_stops_at_the_last():
         assert named(policy, NOW, view, predicted=columns) == expected
 
 
-@pytest.mark.parametrize(
-    "policy", [NextGate(), NextGate(depth=3), Residual(), NoPrefetch()]
-)
-def test_the_last_layer_wants_nothing_and_needs_no_column(policy):
-    policy.start(context([], 1, layers=2))
-    assert not named(policy, work(experts=[0], layer=1), View(layers=2))
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 6), st.integers(1, 9), st.integers(1, 9))
 def test_predicted_workload_counts_each_tokens_best(data, tokens, width, top_k):
@@ -120,12 +109,3 @@ def test_predicted_workload_counts_each_tokens_best(data, tokens, width, top_k):
         for expert in sorted(range(width), key=lambda e: -token[e])[:top_k]:
             expected[expert] += 1
     assert predicted_workload(scores, top_k).tolist() == expected.tolist()
-
-
-def test_parameters_out_of_range_are_named():
-    with pytest.raises(PolicyError, match="depth: expected 1 to 3, got 4"):
-        NextGate(depth=4)
-    with pytest.raises(PolicyError, match="size: expected a number >= 0, got -1"):
-        Residual(size=-1)
-    with pytest.raises(PolicyError, match="tie: expected id or score, got 'luck'"):
-        Residual(tie="luck")

@@ -8,8 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 from support.cache_driver import LayerStep, ListFuture, View, named, shape, work
-from support.handmade import HandCosts, plan_of, routed, run, spans, steps
-from support.handmade import shape as hand_shape
 
 from moesim.policies.arrays import view_of
 from moesim.policies.assignment._list_scheduler import ListScheduler
@@ -28,7 +26,6 @@ from moesim.policies.prefetch.random import RandomPrefetch
 from moesim.policies.prefetch.statistical import Statistical, Transitions
 from moesim.policies.prefetch.whole_layer import WholeLayer
 from moesim.policies.run_context import RunContext
-from moesim.policies.systems import System
 
 
 def started(policy, layers, experts, *, top_k=1, seed=0, **extras):
@@ -184,13 +181,6 @@ def test_section_4_4_impact_prefetches_p():
     assert impact(view, tokens, depth=1) == [(1, 0), (1, 1)]
 
 
-def test_section_4_4_nothing_is_issued_for_the_layer_of_section_4_3():
-    """Cached D4 F2 G2 E1, absent A1 B1 C4: each single prefetch gains 0."""
-    loads = dict(enumerate([1, 1, 4, 4, 1, 2, 2]))  # A B C D E F G
-    view = HybriMoEView(2, 7, resident={(0, 1, e) for e in (3, 4, 5, 6)})
-    assert not impact(view, tokens_for(loads, 7), depth=1)
-
-
 def test_impact_prefers_the_larger_gain_and_nearer_layers_in_ties():
     """Layer 1 holds one absent expert of load 2 (2 on the CPU, 1 if present), layers 2
     and 3 one of load 3 (3, 1).
@@ -208,14 +198,6 @@ def test_impact_prefers_the_larger_gain_and_nearer_layers_in_ties():
         assert impact(view, one, two, three, **parameters) == expected
 
 
-def test_impact_evaluates_again_after_each_choice():
-    """Two absent experts of load 2 take 4 (CPU to 2; link to 3, GPU to 4), 2 with one
-    there, and 2 with both.
-    """
-    tokens = tokens_for({0: 2, 1: 2}, 3)
-    assert impact(HybriMoEView(2, 3), tokens, depth=1) == [(1, 0)]
-
-
 def test_impact_wants_only_what_the_link_could_start_before_the_layer_ends():
     """This layer ends after 7 by simulation. Copies of 3 could start at 0, 3 and 6;
     behind 5 s of queue only one.
@@ -224,38 +206,6 @@ def test_impact_wants_only_what_the_link_could_start_before_the_layer_ends():
     for queue_s, expected in ((0.0, 3), (1.0, 2), (5.0, 1), (7.0, 0)):
         view = HybriMoEView(4, 4, link_wait_s=queue_s)
         assert len(impact(view, *loads, busy_s=7.0)) == expected
-
-
-@pytest.mark.parametrize("gap_s", [2.0, 0.0])
-def test_a_prefetch_that_lands_a_little_late_is_worth_what_it_still_saves(gap_s):
-    """P3, Q2, R1 absent in layer 1: 4 s, and 3 s with P. This layer ends after 1.
-
-    A copy takes 3, so P lands as layer 1 begins after a dense part of 2. Without one it
-    lands 2 s late: CPU R, Q to 3, GPU P 2 to 3, so it is worth 1 too.
-    """
-    view = HybriMoEView(2, 4, gap_s=gap_s)
-    tokens = tokens_for({0: 3, 1: 2, 2: 1}, 4)
-    assert impact(view, tokens, busy_s=1.0, depth=1) == [(1, 0)]
-
-
-def test_a_prefetch_that_cannot_help_by_the_time_it_lands_is_not_wanted():
-    """One absent expert of load 2: 2 s on the CPU, 1 s if present, and the copy takes 3.
-
-    Landing 0.5 s into its layer it still gains 0.5; landing 1 s into it, nothing. What
-    could not even start before its layer begins would be dropped.
-    """
-    tokens = tokens_for({0: 2}, 4)
-    for queue_s, wanted in ((0.0, [(1, 0)]), (0.5, [(1, 0)]), (1.0, []), (2.9, [])):
-        view = HybriMoEView(2, 4, gap_s=0.0, link_wait_s=queue_s)
-        assert impact(view, tokens, busy_s=3.0, depth=1) == wanted, queue_s
-
-
-def test_impact_shields_predicted_experts_that_are_present():
-    """Layer 1's only place holds expert 3, which is predicted too: it is named last and
-    so not evicted for 0.
-    """
-    view = HybriMoEView(2, 4, resident={(0, 1, 3)})
-    assert impact(view, tokens_for({0: 3, 3: 3}, 4), depth=1) == [(1, 0), (1, 3)]
 
 
 def wanted_by_definition(view, tokens, busy_s):
@@ -404,21 +354,6 @@ def test_section_6_5_whole_layer_names_everything():
     assert not named(policy, work(experts=[0], layer=1, width=3), view)
 
 
-def test_section_6_5_streaming_a_layer_takes_all_its_copies():
-    """One expert is active but four are moved in each layer, the first one's included,
-    and no product starts before all four have landed.
-    """
-    system = System(assignment="on-demand", cache="none", prefetch="whole-layer")
-    planner = plan_of(
-        hand_shape(layers=3), system, HandCosts(copy=4.0, gpu=1.0), staging=8
-    )
-    _, timeline = run(planner, steps([routed(0, 3), routed(1, 3), routed(2, 3)]))
-    moved = spans(timeline, "fetch") + spans(timeline, "prefetch")
-    assert len(moved) == 4 + 4 + 4
-    # Copies from 2 on, without a gap: 16 s for each layer.
-    assert [row[2] for row in spans(timeline, "compute")] == [18, 34, 50]
-
-
 # -- oracles ---------------------------------------------------------------------------
 
 _FUTURE = ListFuture(
@@ -468,36 +403,6 @@ def test_noisy_oracle_is_as_accurate_as_stated(accuracy):
     assert abs(right / guessed - accuracy) <= 4 * error
 
 
-def test_noisy_oracle_errs_alike_for_the_same_seed_only():
-    """Errors and their order are drawn from the run's seed."""
-    view = View(2, 64, future=ListFuture([LayerStep(0, 1, [0, 1, 2, 3])]))
-
-    def guess(seed):
-        policy = started(NoisyOracle(accuracy=0.5), 2, 64, seed=seed)
-        return named(policy, work(experts=[0], width=64), view)
-
-    assert guess(3) == guess(3)
-    assert len({tuple(guess(seed)) for seed in range(20)}) == 20
-
-
-def test_section_6_6_pre_gated_hides_copies_behind_compute():
-    """Layer 1's expert (copy 4) arrives while layer 0 computes for 9: no stall. Layer 0
-    is on demand.
-    """
-    system = System(assignment="on-demand", cache="none", prefetch="pre-gated")
-    future = ListFuture([LayerStep(0, 0, [0]), LayerStep(0, 1, [2])])
-    costs = HandCosts(gpu=9.0, copy=4.0, dense=2.0)
-    planner = plan_of(hand_shape(layers=2), system, costs, staging=4, future=future)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 2)]))
-    # dense 0-2, copy of (0, 0) 2-6, copy of (1, 2) 6-10, compute 6-15, dense 15-17,
-    # compute 17-26
-    assert spans(timeline, "prefetch") == [("h2d0", 2, 6.0, 10.0)]
-    assert spans(timeline, "compute") == [
-        ("gpu0", 0, 6.0, 15.0),
-        ("gpu0", 2, 17.0, 26.0),
-    ]
-
-
 # -- activation matrices ---------------------------------------------------------------
 
 
@@ -527,57 +432,6 @@ def test_section_6_9_the_most_similar_sequence_predicts_the_coming_layers():
         )
         now = work(experts=[expert], width=4)
         assert named(policy, now, View(3, 4, resident=resident)) == expected
-
-
-def test_section_6_9_the_released_mask_looks_at_coming_layers_only():
-    """At layer 0 the released code compares what earlier steps did in layers 1 and 2,
-    not layer 0 itself.
-    """
-    store = known([0, 1, 2], [3, 2, 1])
-    policy = started(ActivationMatrix(), 3, 4, activation_matrices=store)
-    view = View(3, 4)
-    # Nothing known: the oldest.
-    first = work(experts=[3], width=4)
-    assert named(policy, first, view) == [(1, 1), (2, 2)]
-    named(policy, work(experts=[2], layer=1, width=4), view)
-    named(policy, work(experts=[1], layer=2, width=4), view)
-    again = work(experts=[0], step=1, width=4)
-    assert named(policy, again, view) == [(1, 2), (2, 1)]
-    prefix = started(ActivationMatrix(mask="prefix"), 3, 4, activation_matrices=store)
-    assert named(prefix, again, view) == [(1, 1), (2, 2)]
-
-
-def test_section_6_9_nearer_layers_count_more():
-    """Layer 1 has 10 tokens, worth 10 x 3/4; in layer 2, at 2/4, 14 tokens (7) do not
-    beat that, 16 (8) do.
-    """
-    for tokens, expected in ((14, [(1, 1), (2, 2)]), (16, [(2, 2), (1, 1)])):
-        store = known([0, 1, 2])
-        store[0, 2, 2] = tokens
-        for size in (8, 1):
-            policy = ActivationMatrix(size=size)
-            started(policy, 3, 4, activation_matrices=store)
-            now = work(experts=[0], width=4)
-            assert named(policy, now, View(3, 4)) == expected[:size]
-
-
-def test_sequences_of_this_run_are_stored_when_the_next_batch_comes():
-    """Without calibration nothing is wanted in the first sequence, in however many
-    passes its prompt comes; the second is told what the first did.
-    """
-    policy = started(ActivationMatrix(), 2, 4)
-    view = View(2, 4)
-
-    def prompt(layer, expert, step, batch=0):
-        placed = {"layer": layer, "step": step, "batch": batch, "phase": PREFILL}
-        return named(policy, work(experts=[expert], width=4, **placed), view)
-
-    assert not prompt(0, 1, 0)
-    assert not prompt(1, 3, 0)
-    # The second micro-batch of the same prompt.
-    assert not prompt(0, 1, 1)
-    assert not prompt(1, 3, 1)
-    assert prompt(0, 2, 2, batch=1) == [(1, 3)]
 
 
 def test_a_full_store_forgets_who_was_found_least_and_never_the_calibrated():
@@ -691,16 +545,3 @@ def test_in_flight_experts_are_not_asked_for_again():
         policy = Statistical(size=2, refill=refill)
         started(policy, 2, 3, transitions=table)
         assert experts(named(policy, work(experts=[0], width=3), view)) == expected
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Impact(depth=4), "depth: expected 1 to 3, got 4"),
-    (lambda: Impact(discount=0.0), "discount: expected 0 < discount <= 1"),
-    (lambda: NoisyOracle(accuracy=1.5), "accuracy: expected 0 to 1"),
-    (lambda: Clairvoyant(depth=0), "depth: expected a number >= 1"),
-    (lambda: PartialHidden(merge="mean"), "merge: expected max or sum, got 'mean'"),
-    (lambda: ActivationMatrix(mask="none"), "mask: expected released or prefix"),
-])  # fmt: skip
-def test_parameters_out_of_range_are_named(make, message):
-    with pytest.raises(PolicyError, match=message):
-        make()

@@ -19,7 +19,7 @@ from support.handmade import (
     steps,
 )
 
-from moesim.policies.base import Late, PolicyError, PrefetchPolicy
+from moesim.policies.base import Late, PrefetchPolicy
 from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.policies.systems import System
 
@@ -78,17 +78,6 @@ def test_a_prefetch_that_came_in_time_is_a_hit():
     planner = plan_of(shape(layers=2), ahead(), HandCosts(dense=8.0), slots=2)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
     assert timeline.access_frame()["state"].tolist() == ["miss", "hit"]
-
-
-def test_section_3_2_a_late_prefetch_is_dropped_and_the_one_in_flight_ends():
-    """Two prefetches, one running (6-10) when layer 1 comes at 9: the other has not
-    started and is dropped.
-    """
-    planner = plan_of(shape(layers=2), ahead("scripted:late=drop,script=1/2"), slots=3)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 3)]))
-    assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
-    assert spans(timeline, "fetch")[-1] == ("h2d0", 3, 10, 14)
-    assert planner.gpu[0].free_bytes[1] == 100  # experts 1 and 3 of three slots
 
 
 def test_section_1_5_c_what_a_layer_turns_out_to_need_becomes_a_demand():
@@ -160,47 +149,6 @@ def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(
     assert list(zip(moved["layer"], moved["expert"], strict=True)) == prefetched
     used = 4 * 4 - sum(planner.gpu[0].free_bytes) // 100
     assert used == 4 + len(prefetched)
-
-
-def test_a_queue_that_is_sorted_anew_gives_back_the_places_and_the_link_it_had_been_promised():
-    """Each layer names the whole next one and the one after, in turn; at no time is a
-    place counted twice.
-    """
-
-    class Greedy(Naming):
-        requeue = True
-
-        def keys(self, work, view):
-            layers = range(work.layer + 1, min(work.layer + 3, view.layers))
-            return [(layer, (e + work.layer) % 4) for layer in layers for e in range(4)]
-
-    with registered(prefetch_greedy=Greedy):
-        for cache, scope, host_slots in (
-            ("lru", "layer", None),
-            ("arc", "global", 5),
-            ("none", "layer", 3),
-        ):
-            planner = plan_of(
-                shape(layers=4),
-                ahead("greedy", cache),
-                slots=2,
-                scope=scope,
-                host_slots=host_slots,
-                staging=4,
-            )
-            passes = steps(
-                *[
-                    [routed(layer, (step + layer) % 4) for layer in range(4)]
-                    for step in range(6)
-                ]
-            )
-            _, timeline = run(planner, passes)
-            memory = planner.gpu[0]
-            there = np.asarray(memory.state) != ABSENT
-            stored = int((there & (np.asarray(memory.staged) == 0)).sum()) * 100
-            assert stored + sum(memory.free_bytes) == memory.size.total_bytes
-            assert len(timeline.frame().query("kind == 'compute'")) == 24
-            assert planner.gpu[0].link.queued_s >= 0.0
 
 
 def test_demand_goes_before_prefetches_that_have_not_started():
@@ -285,12 +233,6 @@ def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():
     ]
     assert not any(planner.gpu[0].staged)
     assert not any(planner.gpu[0].holds)
-
-
-def test_a_prefetch_of_an_expert_that_does_not_exist_is_the_policys_error():
-    planner = plan_of(shape(layers=2), ahead("scripted:script=9"), slots=1)
-    with pytest.raises(PolicyError, match="scripted"):
-        plan_step(planner, routed(0, 0))
 
 
 def test_a_prefetch_from_ssd_reads_first():

@@ -216,22 +216,6 @@ def test_pre_gated_copies_the_next_layer_while_one_is_computed():
     assert end_s(planner_of("pre-gated", future=future), forward_pass) == 15.0
 
 
-def test_adapmoe_loads_the_first_missing_of_the_next_layer():
-    """Its gate is right, so it is as quick as one that knows the future: 15."""
-    foretold = np.eye(4, dtype=np.float16)
-    forward_pass = [
-        routed(
-            layer,
-            layer,
-            weights=np.ones((1, 1), np.float16),
-            scores=np.full((1, 4), 0.25, np.float16),
-            pred1_raw=foretold[layer + 1 : layer + 2],
-        )
-        for layer in range(LAYERS)
-    ]
-    assert end_s(planner_of("adapmoe", slots=1), forward_pass) == 15.0
-
-
 def test_edgemoe_predicts_by_two_layers():
     """Expert 1 of layer 1 was followed by 2 where 0 had preceded it, and by 0 where 3
     had. The second time 0 precedes, so 2 is prefetched, and nothing else; by one layer
@@ -341,27 +325,6 @@ def scored(layer, *experts):
     scores = np.full((1, 4), 0.05, np.float16)
     scores[0, list(experts)] = 0.3
     return routed(layer, *experts, scores=scores)
-
-
-def test_hybrimoe_released_takes_a_list_from_both_ends():
-    """Expert 0 is resident; the CPU takes 3 s. Head of the list to the GPU: 0, to 1 s.
-    Next 1 would end at 4 + 1 there, the tail at 3 on the CPU: 2 goes there. Of 1, 5 s
-    on the GPU are less than 6: it is fetched. Dense part 2, copy to 6, product to 7.
-    """
-    planner = planner_of("hybrimoe-released", HandCosts(cpu=3.0), slots=1)
-    passes = steps([scored(layer, 0, 1, 2) for layer in range(LAYERS)])
-    result, timeline = run(planner, passes)
-    assert result.makespan_s == LAYERS * 7
-    first = set(spans(timeline, "compute")[:3])
-    assert first == {("gpu0", 0, 2, 3), ("cpu", 2, 2, 5), ("gpu0", 1, 6, 7)}
-    # Decode alone is scheduled: a prompt goes to the GPU as a whole. Copies to 6 and
-    # 10, the last product to 11.
-    planner = planner_of("hybrimoe-released", HandCosts(cpu=3.0), slots=1)
-    result, _ = run(
-        planner,
-        steps([scored(layer, 0, 1, 2) for layer in range(LAYERS)], phase=Phase.PREFILL),
-    )
-    assert result.makespan_s == LAYERS * 11
 
 
 @pytest.mark.parametrize(("prefetch", "seconds"), [

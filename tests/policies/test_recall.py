@@ -7,14 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.cache_driver import TimedView, admit, named, shape, swaps, victims, work
-from support.engine_pairs import assert_equal, both, machine
 
 from moesim.policies.cache.recall import Recall as RecallCache
 from moesim.policies.names import PREFILL
 from moesim.policies.prefetch.recall import Recall as RecallPrefetch
 from moesim.policies.routing_memory import RoutingMemory
 from moesim.policies.run_context import RunContext
-from moesim.traces.format.reader import open_trace
 
 LAYERS = 3
 EXPERTS = 4
@@ -244,19 +242,6 @@ def test_one_expert_a_layer_stays_inside_its_arrays():
             single.accessed(work(step=step, layer=layer, experts=[0], width=1))
     of_several = by_layer(several.memory.value)[:, 0].tolist()
     assert list(single.memory.value) == of_several
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_both_engines_give_the_same_run_with_both_parts(make_trace, gpus, batch):
-    trace = open_trace(make_trace(sequences=((4, 12),) * 3))
-    options = {
-        "prefetch": "recall:least=0.2,advance=0,history=4",
-        "cache": "recall:margin=0.05,history=4",
-    }
-    hw = machine(gpus=gpus)
-    runs = both(trace, "recall", hw=hw, cache_ratio=0.4, batch=batch, **options)
-    assert_equal(*runs)
 
 
 def test_the_system_charges_the_time_that_both_parts_take(parts):

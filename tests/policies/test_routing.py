@@ -138,18 +138,6 @@ def test_section_3_1_literal_algorithm_returns_four_experts(token, expected):
     assert len(text[token]) == 3
 
 
-def test_section_3_1_literal_algorithm_replaces_a_resident():
-    """At .35 token 0's resident expert 4 (rank 4, s = beta) makes room for the worse
-    resident 6.
-    """
-    literal, _ = routed(
-        ExpertCacheRouter(alpha=0.35, reading="literal"),
-        gate([T0, T1], 3),
-        Model(8, SMOE_RESIDENT, top_k=3),
-    )
-    assert set(literal[0]) == {0, 2, 3, 6}
-
-
 def test_section_3_1_the_threshold_itself_is_not_top_score():
     """With beta .10 and alpha .15 a score of .115 equals T, though 1.15 x 0.1 < 0.115
     in binary: low, so replaced.
@@ -160,15 +148,6 @@ def test_section_3_1_the_threshold_itself_is_not_top_score():
         ExpertCacheRouter(alpha=0.15), gate(scores, 2), Model(6, {(0, 0, 3)})
     )
     assert experts == [[0, 3]]
-
-
-def test_section_3_1_a_resident_low_score_expert_stays():
-    experts, _ = routed(
-        ExpertCacheRouter(alpha=0.35),
-        gate([T0], 3),
-        Model(8, SMOE_RESIDENT | {(0, 0, 3)}, top_k=3),
-    )
-    assert experts == [[0, 2, 3]]
 
 
 def test_section_3_1_in_flight_counts_only_if_asked():
@@ -506,37 +485,6 @@ def test_substitutes_never_add_a_miss(spec, drawn):
             e for other in recorded for e in other
         }
         assert len(set(row) - resident) <= len(set(was) - resident)
-
-
-@pytest.mark.parametrize("name", names("routing"))
-def test_nothing_to_choose_from_changes_nothing(name):
-    """Everything resident, or every expert chosen."""
-    policy = (
-        resolve(name, "routing")
-        if name != "adaptive-gating"
-        else AdaptiveGating(budget=0.0)
-    )
-    everything = {(0, 5, e) for e in range(8)}
-    for gate_output, view in (
-        (gate([T0, T1], 3, layer=5), Model(8, everything, layers=6, top_k=3)),
-        (gate([T0, T1], 8, layer=5), Model(8, {(0, 5, 2)}, layers=6, top_k=8)),
-    ):
-        if name == "cache-prior" and gate_output.experts.shape[1] < 8:
-            policy = CachePrior(top_j=0)  # all are raised alike
-        experts, answer = routed(policy, gate_output, view)
-        assert experts == np.array(gate_output.experts).tolist()
-        assert answer.weights == pytest.approx(np.array(gate_output.weights), rel=1e-6)
-
-
-def test_parameters_out_of_range_are_named():
-    with pytest.raises(PolicyError, match=r"alpha: expected 0 <= alpha < 1, got 1\.0"):
-        ExpertCacheRouter(alpha=1.0)
-    with pytest.raises(
-        PolicyError, match="reading: expected text or literal, got 'vibes'"
-    ):
-        ExpertCacheRouter(reading="vibes")
-    with pytest.raises(PolicyError, match="strength: expected a number >= 0"):
-        CachePrior(strength=-1)
 
 
 def test_the_planner_counts_rerouted_workloads_and_the_gate_mass_kept():

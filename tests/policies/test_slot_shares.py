@@ -92,18 +92,6 @@ def test_no_division_misses_less(data, layers, experts):
     )
 
 
-def test_a_layer_that_is_foreseen_badly_gets_more():
-    """Every slot it gets saves .23 misses or more, while the others' third saves less
-    than .13.
-    """
-    assert divided(12, 8, 2, np.zeros(3), np.array([0.9, 0.1, 0.9])).tolist() == [
-        2,
-        8,
-        2,
-    ]
-    assert divided(12, 8, 2, np.zeros(3), np.full(3, 0.5)).tolist() == [4, 4, 4]
-
-
 def test_curves_divide_no_more_bytes_than_there_are():
     """The first slot of each layer brings more than the second of any; a third would
     take five bytes more.

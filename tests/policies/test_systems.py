@@ -5,7 +5,7 @@ out a whole run.
 import numpy as np
 import pytest
 from support.cache_driver import LayerStep, ListFuture
-from support.handmade import HandCosts, plan_of, routed, run, spans, steps
+from support.handmade import HandCosts, plan_of, run, spans
 from support.handmade import shape as hand_shape
 from support.learned_network import Artefacts, write
 
@@ -17,19 +17,6 @@ from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
-OF_THE_ISSUE = {
-    *("dali", "hybrimoe", "daop", "smoe", "flashmoe"),
-    *(
-        "fiddler",
-        "mixtral-offloading",
-        "moe-on-demand",
-        "pre-gated",
-        "moe-infinity",
-        "adapmoe",
-        "edgemoe",
-    ),
-    *("moe-lightning", "llama.cpp", "ktransformers", "deepspeed"),
-}
 KINDS = ("assignment", "cache", "prefetch", "routing")
 LAYERS = 7
 EXPERTS = 6
@@ -106,10 +93,6 @@ def carried_out(system, slots=2, **machine):
     return planner, result, timeline
 
 
-def test_all_systems_of_the_field_are_there():
-    assert set(SYSTEMS) >= OF_THE_ISSUE
-
-
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_part_of_a_system_resolves(name):
     """Names and parameters are known, and the note says where the system departs from
@@ -174,55 +157,6 @@ def test_section_1_8_every_system_and_assignment_runs_on_two_gpus(name, split):
             assert {planner.home(layer) for layer in rows["layer"]} == {int(lane[-1])}
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_the_same_run_twice_is_the_same(name):
-    first, second = (spans(carried_out(SYSTEMS[name])[2]) for _ in range(2))
-    assert first == second
-
-
-def test_section_2_6_moe_on_demand_runs_its_misses_from_a_scratch_slot_and_forgets_them():
-    """What was resident before is resident after; every miss is copied, again and
-    again; nothing runs on the CPU.
-    """
-    planner, _, timeline = carried_out(SYSTEMS["moe-on-demand"])
-    assert [planner.view.resident(layer).tolist() for layer in range(LAYERS)] == [
-        [True] * 2 + [False] * 4
-    ] * LAYERS
-    missed = [
-        layer.experts[layer.experts >= 2]
-        for step in forward_passes()
-        for layer in step.layers
-    ]
-    assert len(spans(timeline, "fetch")) == sum(map(len, missed))
-    assert {lane for lane, *_ in spans(timeline, "compute")} == {"gpu0"}
-
-
-def test_section_6_4_mixtral_offloading_is_lru_by_layer_with_four_buffers():
-    """Of 8 experts 4 are cached; residents are computed while the others are copied;
-    all on the GPU.
-    """
-    system = SYSTEMS["mixtral-offloading"]
-    assert (system.scope, system.staging, system.prefetch) == ("layer", 4, "none")
-    planner = plan_of(
-        hand_shape(1, 8, 2),
-        system,
-        HandCosts(copy=4.0, gpu=1.0, dense=0.0),
-        slots=4,
-        staging=4,
-    )
-    passes = [routed(0, *pair) for pair in ((0, 1), (2, 3), (0, 4), (1, 5))]
-    _, timeline = run(planner, steps(*[[one] for one in passes]))
-    assert timeline.access_frame()["state"].tolist() == ["miss"] * 4 + [
-        "hit",
-        "miss",
-    ] + ["miss", "miss"]
-    assert spans(timeline, "compute")[4:6] == [
-        ("gpu0", 0, 18.0, 19.0),
-        ("gpu0", 4, 22.0, 23.0),
-    ]
-    assert np.flatnonzero(planner.view.resident(0)).tolist() == [0, 1, 4, 5]
-
-
 def test_few_systems_see_the_future():
     """The others may run on a live model, where nothing tells what drafts would know."""
     oracles = {
@@ -231,15 +165,6 @@ def test_few_systems_see_the_future():
         if any(resolve(getattr(system, k), k).oracle for k in KINDS)
     }
     assert oracles == {"clairvoyant", "pre-gated", "sp-moe", "moe-speq"}
-
-
-def test_only_three_systems_alter_routing():
-    altering = {
-        name
-        for name, system in SYSTEMS.items()
-        if resolve(system.routing, "routing").alters
-    }
-    assert altering == {"daop", "smoe", "adapmoe"}
 
 
 def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(

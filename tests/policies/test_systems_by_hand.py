@@ -84,15 +84,6 @@ def test_a_ratio_that_does_not_divide_is_spread_over_the_layers():
     assert CacheSize.of((7,) * 3, 10, ratio=0.3).slots.tolist() == [3, 3, 3]
 
 
-def test_none_is_none():
-    """A calibration fills nothing, so every visit of an expert is a miss."""
-    system = compose("on-demand", cache="none")
-    planner = plan_of(shape(), system, slots=4, calibration=np.ones((1, 4)))
-    _, timeline = run(planner, steps([routed(0, 1)], [routed(0, 1)]))
-    # Dense part 0-2, copy 2-6, product 6-7; then the same again.
-    assert spans(timeline, "fetch") == [("h2d0", 1, 2, 6), ("h2d0", 1, 9, 13)]
-
-
 # -- SMoE ---------------------------------------------------------------------------
 
 
@@ -263,20 +254,6 @@ def test_dalis_swaps_land_before_what_their_layer_needs_next():
         assert copies[2:] == behind
 
 
-def test_dalis_swap_that_its_layer_needs_is_awaited_not_fetched_again():
-    """At 11 layer 1 wants expert 2 itself, for 100 tokens: 32 s on the link are less
-    than 100 on the CPU, and its queued swap is what it waits for.
-    """
-    for deadline in ("visit", "none"):
-        copies = dali_run(
-            f"{WINDOW_OF_ONE},deadline={deadline}", routed(1, 2, tokens=[100])
-        )
-        assert copies[:2] == [
-            ("replace", 0, 1, 3.0, 23.0),
-            ("replace", 1, 2, 23.0, 43.0),
-        ]
-
-
 def test_dalis_buffer_holds_all_that_it_prefetches():
     """Layer 1 is prefetched while its dense part runs for 40 s: its four experts are
     there when it comes, though the cache admits none of them.
@@ -377,29 +354,6 @@ def test_daop_starts_ahead_only_what_degradation_keeps():
     assert result.makespan_s == 32.0
 
 
-def test_daops_slots_go_to_the_most_frequent_of_all():
-    """Seven slots for three layers: two for each, and one more for the most frequent
-    expert that is left (section IV-A).
-    """
-    counts = np.array([[9.0, 8, 1, 0], [9, 8, 7, 0], [9, 8, 2, 0]])
-    planner = plan_of(
-        shape(layers=3, top_k=1),
-        SYSTEMS["daop"],
-        ratio=7 / 12,
-        scope=SYSTEMS["daop"].scope,
-        calibration=counts,
-    )
-    assert [planner.view.resident(n).sum() for n in range(3)] == [2, 3, 2]
-
-
-def test_mixtral_offloading_copies_back_what_leaves():
-    """Both directions at once: 2-6 for the second expert and for the first."""
-    planner = plan_of(shape(), SYSTEMS["mixtral-offloading"], slots=1)
-    _, timeline = run(planner, steps([routed(0, 0)], [routed(0, 1)]))
-    assert spans(timeline, "fetch") == [("h2d0", 0, 2, 6), ("h2d0", 1, 9, 13)]
-    assert spans(timeline, "replace") == [("d2h0", 0, 9, 13)]
-
-
 # -- caches that fill late, or never --------------------------------------------------
 
 
@@ -431,18 +385,3 @@ def test_mrs_copies_a_missed_expert_behind_the_work_when_the_gate_rates_it_highe
     _, timeline = run(planner, steps(*passes))
     assert spans(timeline, "replace") == [("h2d0", 1, 12, 16)]
     assert timeline.access_frame()["state"].tolist() == ["miss", "delayed", "hit"]
-
-
-def test_hybrimoe_never_fills_a_cache_whose_copies_take_longer_than_the_cpu():
-    """CPU 1 s, copy 20 s: no miss is worth a copy, so nothing enters and any number of
-    slots takes as long: 3 s for each of three layers, twice.
-    """
-    passes = steps(*[[routed(n, n) for n in range(3)]] * 2)
-    system = compose("hybrimoe", cache="lru", prefetch="none")
-    costs = HandCosts(cpu=1.0, copy=20.0)
-    for slots in (1, 2, 4):
-        planner = plan_of(shape(layers=3), system, costs, slots=slots)
-        result, timeline = run(planner, passes)
-        assert result.makespan_s == 18.0
-        assert spans(timeline, "fetch") == []
-        assert held_bytes(planner.gpu[0]) == 0

@@ -4,7 +4,6 @@ is found in it, and every wait that is taken out is missed.
 
 import gc
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ import torch
 from support.adversarial_device import ReadTooEarly
 from support.adversarial_runs import PROFILE, Schedule, differ, expected
 from support.broken_devices import BROKEN, a_copy_back_waits_for_nobody
-from support.drawn_schedules import DrawnSchedules
-from support.drawn_threads import Deadlock, DrawnThreads
+from support.drawn_threads import Deadlock
 from support.real_machine import COLUMNS, Case, combinations
 from support.small_trace import write_trace
 
@@ -25,7 +23,6 @@ from moesim.policies.systems import System
 from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.setup import Setup
 from moesim.runtime.executor.device import StreamDevice
-from moesim.runtime.executor.lanes import Interrupts
 from moesim.runtime.executor.live import verify
 from moesim.runtime.executor.memories import LayerJob
 from moesim.runtime.executor.trace_driven import shape_for
@@ -135,20 +132,6 @@ def test_copies_back_that_nobody_awaits_are_found(trace, store, monkeypatch):
         Schedule(0).run(trace, "mixtral-offloading", store=store, memory=memory)
 
 
-def test_a_seed_draws_the_same_schedule_again(trace, store, artefacts):
-    """The order of everything that was computed, and what the planner saw of it."""
-
-    def once(seed):
-        schedule = Schedule(seed)
-        run = schedule.run(
-            trace, "on-demand+lru+statistical", store=store, artefacts=artefacts
-        )
-        return schedule.device.log, run.decision_log.entries
-
-    assert once(3) == once(3)
-    assert once(3)[0] != once(4)[0]
-
-
 def test_plans_repeat_and_spans_are_in_order(trace, store, artefacts, schedules):
     for seed in schedules.seeds(every=3):
         policy, memory = options(seed)
@@ -228,26 +211,6 @@ def test_ctrl_c_at_any_moment_ends_every_thread(trace, store, schedules):
     assert any(ended)
 
 
-def test_ctrl_c_between_a_lock_and_its_sleepers_would_leave_threads(
-    trace, store, schedules, monkeypatch
-):
-    """Where the handler of the program is called at once, somebody is not woken."""
-    monkeypatch.setattr(
-        Interrupts,
-        "_note",
-        lambda self, number, frame: self._handlers[number](number, frame),
-    )
-
-    # One schedule in fifty meets that moment: number 49 did. Another place of a lock
-    # moves it, so that more are tried.
-    def all_end():
-        for seed in range(49, 49 + 4 * schedules.count):
-            interrupted(seed, trace, store)
-
-    with pytest.raises((Deadlock, AssertionError)):
-        all_end()
-
-
 @pytest.fixture(scope="module")
 def tiny_store(tmp_path_factory):
     return tmp_path_factory.mktemp("tiny") / "s"
@@ -293,76 +256,6 @@ def late():
         yield device
 
 
-def test_nothing_is_computed_before_somebody_waits(late):
-    ones = torch.ones(2).to(late.device)
-    twos = ones + ones
-    assert torch.isnan(twos.there).all()
-    late.synchronize()
-    assert twos.there.tolist() == [2.0, 2.0]
-
-
-def test_a_question_of_the_host_waits_for_its_stream_only(late):
-    ones = torch.ones(2).to(late.device)
-    with late.on(late.side):
-        elsewhere = torch.zeros(2, device=late.device)
-    assert (ones + ones).tolist() == [2.0, 2.0]
-    assert torch.isnan(elsewhere.there).all()
-
-
-def test_another_stream_sees_what_it_waits_for(late):
-    ones = torch.ones(2).to(late.device)
-    event = late.event()
-    twos = ones + ones
-    event.record(late.current_stream())
-    late.side.wait_event(event)
-    with late.on(late.side):
-        assert (twos + twos).tolist() == [4.0, 4.0]
-
-
-@pytest.mark.parametrize("recorded", [False, True], ids=["never", "too early"])
-def test_another_stream_that_waits_for_the_wrong_thing_reads_too_early(late, recorded):
-    ones = torch.ones(2).to(late.device)
-    event = late.event()
-    if recorded:
-        event.record(late.current_stream())
-    twos = ones + ones
-    late.side.wait_event(event)
-    with late.on(late.side), pytest.raises(ReadTooEarly, match="before it was written"):
-        (twos + twos).tolist()
-
-
-def test_a_copy_from_page_locked_memory_reads_it_when_it_runs(late):
-    """From other memory it has been read when the call returns."""
-    for place, found in ((late.page_locked, 5.0), (torch.clone, 1.0)):
-        source = place(torch.ones(1))
-        there = source.to(late.device, non_blocking=True)
-        source.fill_(5.0)
-        assert there.tolist() == [found]
-
-
-def test_the_host_may_not_look_at_a_copy_that_it_has_not_awaited(late):
-    ones = torch.ones(2).to(late.device)
-    there = late.page_locked_like(ones)
-    there.copy_(ones, non_blocking=True)
-    with pytest.raises(ReadTooEarly, match="on the host reads a page-locked buffer"):
-        there + 1
-    late.current_stream().synchronize()
-    assert (there + 1).tolist() == [2.0, 2.0]
-
-
-def test_memory_that_another_stream_still_reads_is_lost_with_its_last_tensor(late):
-    ones = torch.ones(2).to(late.device)
-    late.synchronize()
-    with late.on(late.side):
-        twos = ones + ones
-    del ones
-    late.current_stream().synchronize()
-    torch.zeros(1, device=late.device)
-    late.streams[0].synchronize()
-    with late.on(late.side), pytest.raises(ReadTooEarly):
-        twos.tolist()
-
-
 def test_a_layer_step_is_handed_to_the_device_without_waiting_for_it(late):
     """Rows, and weights that a routing policy has changed, go through page-locked
     memory: a copy from any other would wait for all that was launched before it.
@@ -386,44 +279,3 @@ def test_slots_that_nobody_closes_are_unlocked_before_their_pages_go(late):
     del slots
     gc.collect()
     assert locked.freed
-
-
-def test_schedules_end_in_time_and_go_on_where_they_ended(tmp_path):
-    """Three at most, then the next three; with no time at all still one."""
-    done = tmp_path / "out" / "done.json"
-
-    def once(**given):
-        drawn = DrawnSchedules(**{"count": 3, "seconds": None, "done": done} | given)
-        seeds = list(drawn.of("claim").seeds())
-        drawn.note("claim")
-        return seeds
-
-    assert once() == [0, 1, 2]
-    assert once() == [3, 4, 5]
-    assert once(seconds=0.0) == [6]
-    assert once(done=None) == [0, 1, 2]
-    assert once() == [7, 8, 9]
-    assert list(DrawnSchedules(4, None, None).of("x").seeds(every=3)) == [0, 3]
-
-
-def test_threads_that_wait_for_each_other_are_a_deadlock():
-    threads = DrawnThreads(0)
-    first = threads.Lock()
-    first.acquire()
-    with pytest.raises(Deadlock, match="main"):
-        first.acquire()
-
-
-def test_threads_that_a_deadlock_has_left_are_ended():
-    """Later tests of the same process look for threads of theirs."""
-    threads = DrawnThreads(0)
-    held = threads.Lock()
-    held.acquire()
-    waiting = threads.Thread(held.acquire, "moesim-waiting")
-    waiting.start()
-    with pytest.raises(Deadlock, match="moesim-waiting"):
-        held.acquire()
-    assert threads.names() == ["main", "moesim-waiting"]
-    threads.end()
-    alive = [thread.name for thread in threading.enumerate()]
-    assert "moesim-waiting" not in alive

@@ -27,7 +27,6 @@ from moesim.runtime.executor.lanes import Lanes, Stopped, Task
 from moesim.runtime.executor.memories import cache_slots
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.dense import DenseStack
-from moesim.traces.format.reader import open_trace
 from moesim.traces.timeline.spans import COMPUTE, DENSE, FETCH
 
 torch.set_num_threads(1)
@@ -297,70 +296,6 @@ def test_slots_of_one_size_are_not_shared_by_layers_of_several():
     assert cache_slots(even, (8192, 8192)) == 8
 
 
-def test_forced_routing_computes_what_the_trace_says(tmp_path):
-    """One layer, known weights: the answer of the executor is the weighted sum of the
-    experts' own answers.
-    """
-    from moesim.engine.planner import Planner
-    from moesim.hwprofiles.costs import Costs
-    from moesim.policies.sizes import CacheSize, MemoryPlan
-    from moesim.policies.systems import System
-    from moesim.runtime.executor.device import HostDevice
-    from moesim.runtime.executor.executor import Executor
-    from moesim.runtime.models.expert_layout import expert_forward, group_tokens
-    from moesim.runtime.store.build import build_random_store
-    from moesim.runtime.store.memory import HostSlots
-    from moesim.traces.format.batch import RoutedLayer
-    from moesim.traces.format.schema import Phase
-    from moesim.traces.timeline.spans import Timeline
-
-    small = float_model(layers=1)
-    routing = np.array([[5, 0], [0, 3]], np.uint16)
-    weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-    hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
-    groups = group_tokens(routing)
-    profile = host_profile()
-    with (
-        build_random_store(small, tmp_path / "s", dtype="float32") as store,
-        HostSlots(1, store.slot_bytes) as tier,
-    ):
-        answers = {}
-        for expert in (0, 3, 5):
-            store.read_into(0, expert, tier.record(0))
-            answers[expert] = expert_forward(
-                store.layout(0).views(tier.record(0)), hidden, store.layout(0)
-            )
-        first = 0.75 * answers[5][0] + 0.25 * answers[0][0]
-        second = 0.5 * answers[0][1] + 0.5 * answers[3][1]
-        expected = torch.stack([first, second])
-        for policy in ("all-cpu", "on-demand", "greedy"):
-            size = CacheSize.of(small.expert_bytes, small.experts, slots_per_layer=1)
-            planner = Planner(
-                small,
-                Costs(profile, small),
-                System(policy).build(gpus=1, host_cache=None),
-                MemoryPlan(size),
-            )
-            executor = Executor(
-                profile, planner, Timeline(profile.lanes), store, HostDevice()
-            )
-            executor.fill()
-            got = []
-
-            def forward(executor=executor, got=got):
-                executor.begin_step(0, Phase.PREFILL, 0)
-                routed = RoutedLayer(
-                    0, groups.experts, groups.tokens, routing, None, None, {}
-                )
-                got.append(executor.layer(routed, hidden, weights, groups))
-                executor.end_step(2, 1)
-
-            result = executor.run(forward)
-            executor.close()
-            assert torch.allclose(got[0], expected, atol=1e-6)
-            assert (result.steps, result.layer_steps) == (1, 1)
-
-
 def test_the_sizes_of_another_model_keep_the_routing_of_the_trace():
     """qwen3-30b-a3b/4: hidden 2048 / 4, intermediate 768 / 4; 3 H F weights of 4 bytes
     are 288 blocks.
@@ -405,32 +340,3 @@ def test_a_store_of_other_sizes_is_refused(tmp_path):
     real_run(trace, None, tmp_path / "s")
     with pytest.raises(StoreError, match=r"expected 2 layers x 6 experts of 512 x 192"):
         real_run(trace, None, tmp_path / "s", shape="qwen3-30b-a3b/4")
-
-
-@pytest.mark.parametrize(("name", "model", "batch"), [
-    ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", 1),
-    ("olmoe_1b_7b_decode299", "olmoe-1b-7b", 1),
-    ("gpt_oss_20b", "gpt-oss-20b", 4),
-])  # fmt: skip
-def test_real_routing_runs_at_a_sixteenth_of_its_models_width(
-    shared_traces, tmp_path, name, model, batch
-):
-    """SSD tier included: an eighth of the experts in host memory, a tenth in slots,
-    some records shared on disk.
-    """
-    from moesim.traces.importers import import_trace
-    from moesim.traces.models import model_shape
-
-    place = tmp_path / "t.parquet"
-    import_trace(shared_traces / f"{name}.parquet", place, shape=model_shape(model))
-    trace = open_trace(place)
-    sixteenth = shape_for(trace.shape, f"{model}/16")
-    total = sixteenth.expert_bytes[0] * sixteenth.layers * sixteenth.experts
-    sizes = {"cache_ratio": 0.1, "host_memory_bytes": total // 8}
-    options = {"shape": f"{model}/16", "distinct": 64, "batch": batch, "steps": 3}
-    run = real_run(trace, "greedy", tmp_path / "s", memory=sizes, **options)
-    assert run.metrics["steps"] == 3
-    assert run.metrics["layer_steps"] == 3 * trace.shape.layers
-    assert run.metrics["bytes"]["ssd"] > 0
-    assert run.metrics["memory_high_bytes"]["host"] <= total // 8
-    assert run.config["distinct_experts"] == 64

@@ -17,14 +17,10 @@ from support.real_machine import random_store, real_run
 from support.small_trace import write_trace
 
 from moesim.base.errors import RuntimeFault, StoreError
-from moesim.policies import registry, systems
-from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies import systems
 from moesim.runs.config import MemoryOptions
-from moesim.runtime.accelerators import Cuda
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.memories import HostSlotMap
-from moesim.runtime.executor.trace_driven import ForcedRouting
-from moesim.runtime.store import memory
 from moesim.runtime.store import sources as direct_io
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -102,23 +98,6 @@ def test_a_disk_that_fails_in_the_middle_of_a_run(trace, store, tmp_path, monkey
     monkeypatch.undo()
 
 
-def test_short_reads_that_make_progress_are_continued(trace, store, monkeypatch):
-    def half(real, descriptor, buffers, offset):
-        return real(descriptor, [memoryview(buffers[0])[:4096]], offset)
-
-    monkeypatch.setattr(direct_io.os, "preadv", after(0, half))
-    assert run(trace, store).metrics["steps"] == 31
-
-
-def test_short_reads_without_progress_end_the_run(trace, store, monkeypatch):
-    monkeypatch.setattr(direct_io.os, "preadv", after(20, lambda *_: 0))
-    with pytest.raises(
-        RuntimeFault, match="gave 0 bytes, 4 times in a row; check the disk"
-    ):
-        run(trace, store)
-    monkeypatch.undo()
-
-
 def test_a_store_that_is_cut_off_under_a_run(trace, store, tmp_path):
     data = tmp_path / "store" / "experts.bin"
     whole = data.read_bytes()
@@ -178,13 +157,6 @@ def test_a_store_that_disappears(trace, store, tmp_path):
     aside.rename(data)
 
 
-def test_memory_that_cannot_be_page_locked(trace, store, monkeypatch):
-    monkeypatch.setattr(HostDevice, "page_lock", Cuda())
-    with pytest.raises(RuntimeFault, match="cannot page-lock"):
-        run(trace, store)
-    monkeypatch.undo()
-
-
 def test_a_device_that_runs_out_of_memory(trace, store, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError(
@@ -198,53 +170,6 @@ def test_a_device_that_runs_out_of_memory(trace, store, monkeypatch):
     ):
         run(trace, store, "on-demand")
     monkeypatch.undo()
-
-
-def test_a_memory_larger_than_the_machines_is_refused_before_the_run(
-    trace, store, monkeypatch
-):
-    """2^20 staging slots of 8 KiB are 8 GiB."""
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**30)
-    sizes = {"slots_per_layer": 2, "staging": 2**20}
-    message = r"found 1.00 GiB available; ask for a smaller cache"
-    with pytest.raises(RuntimeFault, match=message):
-        real_run(trace, None, store, memory=sizes)
-
-
-@pytest.mark.parametrize("place", ["forward", "cpu", "copy", "join"])
-def test_a_bug_anywhere_ends_the_run_with_its_own_traceback(
-    trace, store, monkeypatch, place
-):
-    def bug(*_, **__):
-        raise ZeroDivisionError(place)
-
-    if place == "forward":
-        monkeypatch.setattr(ForcedRouting, "_experts", bug)
-    elif place == "cpu":
-        monkeypatch.setattr("moesim.runtime.executor.memories.HostSlotMap.weights", bug)
-    elif place == "copy":
-        monkeypatch.setattr(HostDevice, "copy", bug)
-    else:
-        monkeypatch.setattr(HostDevice, "join", bug)
-    with pytest.raises(ZeroDivisionError, match=place):
-        run(trace, store, "all-cpu" if place == "cpu" else "on-demand")
-    monkeypatch.undo()
-
-
-def test_an_illegal_answer_of_a_policy_ends_the_run_by_name(trace, store, monkeypatch):
-    class Erring(CachePolicy):
-        def start(self, context):
-            self.calls = 0
-
-        def victims(self, incoming, candidates, chosen):
-            self.calls += 1
-            for n in range(len(incoming)):
-                chosen[n] = candidates[n] + 1000 * (self.calls >= 40)
-
-    monkeypatch.setattr(registry, "_registered", {})
-    registry.register("cache", "erring", Erring)
-    with pytest.raises(PolicyError, match="cache policy 'erring'"):
-        run(trace, store, "on-demand", cache="erring")
 
 
 LONG_RUN = """

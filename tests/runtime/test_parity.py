@@ -5,7 +5,6 @@ makes of it.
 import re
 
 import pytest
-from support.handmade import registered
 from support.processes import ROOT, output_of
 from support.real_machine import (
     COLUMNS,
@@ -19,7 +18,6 @@ from support.real_machine import (
 from support.small_trace import write_trace
 
 from moesim.engine.observers import observed_policy, repeat
-from moesim.policies.base import Late, PrefetchPolicy
 from moesim.runs import replay as api
 from moesim.runs.config import MemoryOptions
 from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log
@@ -229,75 +227,6 @@ def test_deferred_results_change_neither_hits_nor_plans(
     assert equal_accesses(run, simulated, "state", "lane")
     plans = repeated(run, trace, combination, batch=2, **memory)
     assert any(any(plan.deferred) for plan in plans)
-
-
-class Flood(PrefetchPolicy):
-    """Names all experts of the next two layers, each layer in another order, and takes
-    back what has not started.
-    """
-
-    def __init__(self, *, late: Late = "drop") -> None:
-        self.late = late
-        self.requeue = True
-
-    def prefetch(self, work, view, named):
-        keys = [
-            layer * view.experts + (e + work.step + work.layer) % view.experts
-            for layer in range(work.layer + 1, min(work.layer + 3, view.layers))
-            for e in range(view.experts)
-        ]
-        for n, key in enumerate(keys):
-            named[n] = key
-        return len(keys)
-
-
-@pytest.mark.parametrize("late", ["keep", "drop"])
-@pytest.mark.parametrize("host_experts", [None, 9])
-def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
-    trace, store, tmp_path, late, host_experts
-):
-    """Prefetches of later layers are really taken back; the same reports give the same
-    plans, also from the disk.
-
-    One core does everything in turn, so that copies for later layers find no time
-    before the next layer comes.
-    """
-    memory = {
-        "slots_per_layer": 4,
-        "host_memory_bytes": host_experts and host_experts * EXPERT,
-    }
-    with registered(prefetch_flood=Flood):
-        combination = f"on-demand+lru+flood:late={late}"
-        one_core = {"workers": ONE_WORKER, "out": tmp_path}
-        run = measured(trace, store, combination, **one_core, **memory)
-        log = run.decision_log.entries
-        others = set()
-        # Taken back before a plan: those of other layers, whatever is late.
-        taken_back = set()
-        for entry in log:
-            if entry.call == "cancel_copy":
-                taken_back.add(entry.arguments[1] // SHAPE.experts)
-            elif entry.call == "plan":
-                others |= taken_back - {entry.arguments[1]}
-                taken_back = set()
-        assert others
-        saved, _ = load_decision_log(tmp_path / FILE_NAME)
-        plans = repeated(run, trace, combination, entries=saved, **memory)
-        assert len(plans) == run.metrics["layer_steps"]
-        simulated = api.replay(
-            trace,
-            "on-demand",
-            cache="lru",
-            prefetch=f"flood:late={late}",
-            hw=host_profile(),
-            memory=MemoryOptions(**memory),
-        )
-    for figures in (run.metrics, simulated.metrics):
-        assert (
-            figures["accesses"]
-            == figures["hits"] + figures["delayed_hits"] + figures["misses"]
-        )
-    assert run.metrics["accesses"] == simulated.metrics["accesses"]
 
 
 def test_the_page_of_files_names_every_file_of_a_run(trace, store, tmp_path):

@@ -512,18 +512,6 @@ def test_slots_are_aligned_disjoint_and_handed_out_lowest_first(kind):
         assert (slots.free, slots.take()) == (1, 1)
 
 
-def test_views_share_the_slot(store):
-    with HostSlots(1, store.slot_bytes) as slots:
-        store.read_into(0, 0, slots.record(0))
-        weights = slots.weights(0, store.layout(0))
-        assert weights.up.data_ptr() == slots.record(0).data_ptr()
-        weights.down.fill_(1.0)
-        at = store.layout(0).tensors[1].offset_bytes
-        found = slots.record(0)[at : at + 2].view(torch.bfloat16)
-        assert torch.equal(found, torch.ones(1, dtype=torch.bfloat16))
-        assert slots.weights(0, store.layout(0)) is weights
-
-
 def test_memory_is_there_before_the_run():
     """Untouched pages would not count: 64 MiB of slots are 64 MiB resident."""
     with HostSlots(16, 4 << 20) as slots:

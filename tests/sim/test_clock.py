@@ -27,8 +27,6 @@ from moesim.hwprofiles.lanes import END_ORDER
 from moesim.sim.clock import FastClock
 from moesim.sim.simpy_clock import SimpyClock
 
-ORDER = tuple(kind.lane() for kind in END_ORDER)
-
 
 @pytest.fixture(params=[FastClock, SimpyClock], ids=["fast", "simpy"])
 def clock(request):
@@ -86,14 +84,6 @@ def ends_of(clock, lanes, arrivals, slow=None):
 
 PLAIN = ("cpu", "ssd", "control")
 BOTH = {("cpu", "gpu"): 2.0, ("gpu", "cpu"): 2.0}
-
-
-def test_two_lanes_that_halve_each_other_share_the_processor(clock):
-    """0 s: A needs 4. 1 s: B needs 2. Shared from 1: B done at 5, when A has 1 s left
-    -> 6.
-    """
-    ends, _ = ends_of(clock, ["cpu", "gpu"], [(0, 0, 0, 4), (1, 1, 1, 2)], BOTH)
-    assert ends == pytest.approx({1: 5.0, 0: 6.0})
 
 
 def test_slowdown_may_be_one_sided(clock):
@@ -194,20 +184,6 @@ def test_at_the_same_instant_reads_and_copies_land_before_results_and_control(cl
     ends, columns = ends_of(clock, lanes, [(0, n, n, 1.0) for n in range(len(lanes))])
     assert set(ends.values()) == {1.0}
     assert [lanes[lane] for lane in columns["lane"].tolist()] == kinds
-
-
-def test_a_copy_that_lands_when_the_cpu_ends_is_seen_first():
-    """CPU and copy both end at 2 + 10: the GPU result still comes 1 s later, and
-    nothing is lost.
-    """
-    from moesim.policies.systems import System
-
-    planner = plan_of(
-        shape(), System("greedy", cache="lru"), HandCosts(cpu=10.0, copy=10.0), slots=2
-    )
-    result, timeline = run(planner, steps([routed(0, 0, 1)]))
-    assert result.makespan_s == 13
-    assert {s[0] for s in spans(timeline, "compute")} == {"cpu", "gpu0"}
 
 
 def test_contention_in_a_replay_stretches_what_overlaps():

@@ -24,28 +24,6 @@ def test_both_engines_give_the_same_run(configuration):
     compare_engines(*configuration)
 
 
-def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
-    """An expert that is nowhere is read, then copied, then computed: each begins when
-    the one before ends.
-    """
-    trace = hand_trace(tmp_path / "t.parquet", [[[0]]], experts=4, prompt=0)
-    run = moesim.replay(
-        trace,
-        "on-demand",
-        cache="lru",
-        staging=1,
-        host_memory_bytes=100,
-        engine="fast",
-    )
-    spans = run.timeline.frame()
-    read, copy, product = (
-        spans[spans["kind"] == kind].iloc[0] for kind in ("read", "fetch", "compute")
-    )
-    assert read["bytes"] == copy["bytes"] == 100
-    assert copy["start_s"] == read["end_s"]
-    assert product["start_s"] == copy["end_s"]
-
-
 @pytest.mark.parametrize(("shared", "rate_changes"), [((), 4), (("control", "cpu"), 3)])
 def test_by_hand_who_plans_computes_when_copies_and_reads_have_begun(
     tmp_path, shared, rate_changes
@@ -151,56 +129,12 @@ def test_one_memory_for_cpu_and_gpu(make_trace, policy):
     assert set(runs[1].metrics["bytes"].values()) == {0}
 
 
-def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):
-    """Layer 0 fetches its expert; then layer 1's is prefetched, and not fetched again."""
-    trace = hand_trace(tmp_path / "t.parquet", [[[0], [1]]], experts=4, prompt=0)
-    run = moesim.replay(
-        trace, "on-demand", cache="lru", prefetch="clairvoyant", engine="fast"
-    )
-    spans = run.timeline.frame()
-    copies = spans[spans["bytes"] > 0]
-    assert list(copies["kind"]) == ["fetch", "prefetch"]
-    assert list(copies["layer"]) == [0, 1]
-    assert list(copies["expert"]) == [0, 1]
-    assert copies["start_s"].iloc[1] == copies["end_s"].iloc[0]
-
-
-def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path):
-    """A whole layer of four is streamed for two experts: both begin after the fourth."""
-    trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]]], experts=4, prompt=0)
-    run = moesim.replay(
-        trace,
-        "on-demand",
-        cache="none",
-        prefetch="whole-layer",
-        staging=4,
-        engine="fast",
-    )
-    spans = run.timeline.frame()
-    copies = spans[spans["bytes"] > 0]
-    products = spans[spans["kind"] == "compute"]
-    assert len(copies) == 4
-    assert products["start_s"].iloc[0] == copies["end_s"].max()
-
-
 @pytest.mark.parametrize("configuration", SELDOM)
 def test_what_draws_seldom_reach(make_trace, configuration):
     columns = ("scores", "weights", "pred1_raw", "pred2_raw", "pred3_raw")
     sequences = ((4, 12), (2, 9), (0, 8))
     trace = open_trace(make_trace(sequences=sequences, columns=columns))
     compare_seldom(trace, *configuration)
-
-
-def test_by_hand_two_misses_share_one_link(tmp_path):
-    """Two experts fetched on one link: the second copy starts when the first lands."""
-    trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]]], experts=4, prompt=0)
-    run = moesim.replay(trace, "on-demand", cache="lru", engine="fast")
-    spans = run.timeline.frame()
-    copies = spans[spans["kind"] == "fetch"]
-    assert list(copies["expert"]) == [0, 1]
-    assert copies["start_s"].iloc[1] == copies["end_s"].iloc[0]
-    products = spans[(spans["kind"] == "compute")]
-    assert products["start_s"].iloc[0] == copies["end_s"].iloc[0]
 
 
 def test_by_hand_products_wait_for_no_replacement_that_waits_for_them(tmp_path):

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
-import pytest
 from support.learned_network import Artefacts
 
 from moesim.policies.arrays import read_only, view_of
@@ -28,8 +25,6 @@ from moesim.policies.names import ABSENT, CPU, DECODE, IN_FLIGHT, RESIDENT
 from moesim.policies.run_context import RunContext
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.predictions import predicted_workload
-
-SHARED_TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
 
 class LayerStep(NamedTuple):
@@ -438,38 +433,6 @@ def one_by_one(accesses, layer=0):
 def atomic(*steps):
     """One layer, one list of experts per step."""
     return [LayerStep(step, 0, list(experts)) for step, experts in enumerate(steps)]
-
-
-def real_trace(name: str, tokens: int) -> list[LayerStep]:
-    """The first `tokens` decode tokens of a shared trace, as layer steps in replay
-    order.
-    """
-    path = SHARED_TRACES / f"{name}.parquet"
-    if not path.exists():
-        pytest.skip(
-            "other people's trace, no part of the project:"
-            f" ../shared/traces/{name}.parquet is not here"
-        )
-    columns = ["seq_id", "step", "phase", "layer", "expert_ids"]
-    batch = next(pq.ParquetFile(path).iter_batches(batch_size=1 << 15, columns=columns))
-    rows = [row for row in batch.to_pylist() if row["phase"] == "decode"]
-    steps = []
-    seen = {}
-    for row in rows:
-        step = seen.setdefault((row["seq_id"], row["step"]), len(seen))
-        if step >= tokens:
-            break
-        steps.append(LayerStep(step, row["layer"], sorted(row["expert_ids"])))
-    return steps
-
-
-def flattened(steps, experts):
-    """Layer steps as single accesses in ascending id, flat keys on one layer:
-    sequential semantics.
-    """
-    return one_by_one(
-        [layer * experts + expert for _, layer, active in steps for expert in active]
-    )
 
 
 def uses_of(layer_steps, experts=8, *, size=None, cost=None, entry=None):
