@@ -118,21 +118,6 @@ def test_residents_overlap_a_serial_cpu():
     assert spans(timeline, "compute")[-2:] == [("gpu0", 1, 19, 20), ("cpu", 0, 19, 29)]
 
 
-def test_section_2_3_daop_predicts_from_layer_four_on_and_starts_what_no_gpu_holds():
-    model = shape(layers=7, experts=4, top_k=2)
-    planner = plan_of(model, System("daop:first_layer=2", cache="lru"), slots=2)
-    predicted = np.array([[0.1, 0.4, 0.3, 0.2]], np.float16)
-    experts = [(0, 1), (0, 1), (1, 3)]
-    layers = [routed(n, *each, pred1_raw=predicted) for n, each in enumerate(experts)]
-    # Layer 1 runs on demand.
-    assert not plan_step(planner, *layers).begins_ahead
-    second = planner.plan(1, 0.0)
-    assert [e for e in range(4) if second.ahead_tokens[e]] == [1, 2]
-    third = planner.plan(2, 0.0)
-    assert third.has_precomputed
-    assert list(third.precomputed[:2]) == [True, False]
-
-
 def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded():
     """Experts 0 resident, 1 absent; layer 0 is below the first predicted one, layer 1
     is not.

@@ -204,21 +204,6 @@ def test_what_policies_are_shown_they_cannot_write(monkeypatch, engine):
 
 
 @ENGINES
-def test_who_writes_all_the_same_is_told_where(monkeypatch, engine):
-    monkeypatch.setattr(registry, "_registered", {})
-
-    class Mine(AssignmentPolicy):
-        def assign(self, work, view, lanes, order):
-            work.cpu_s[0] *= 0.5
-            return 0
-
-    moesim.register("assignment", "mine", Mine)
-    with pytest.raises(PolicyFault, match="read-only") as caught:
-        moesim.replay("tiny", "mine", engine=engine, steps=1)
-    assert "work.cpu_s[0] *= 0.5" in caught.value.frames
-
-
-@ENGINES
 @pytest.mark.parametrize("number", [300, None, "cpu"])
 def test_what_no_array_can_hold_fails_where_it_was_written(monkeypatch, engine, number):
     """In the policy's own line, whoever asks."""

@@ -12,11 +12,9 @@ from moesim.policies.assignment._optimum import (
     optimal_scheduled,
     scheduled_s,
 )
-from moesim.policies.assignment._placing import transfer_s
 from moesim.policies.assignment.fetch_split import FetchSplit
 from moesim.policies.assignment.fiddler import Fiddler
 from moesim.policies.assignment.fixed_mapping import FixedMapping
-from moesim.policies.assignment.greedy import Greedy
 from moesim.policies.assignment.hybrimoe_released import HybriMoEReleased
 from moesim.policies.assignment.hybrimoe_schedule import HybriMoESchedule
 from moesim.policies.assignment.ik_break_even import IkBreakEven
@@ -198,17 +196,6 @@ def test_an_expert_in_flight_is_in_reach_of_the_cpu_too():
     # Knows cached and uncached only: its tail is the CPU's.
     released = assigned(HybriMoEReleased(), now)
     assert released.lanes.tolist() == [0, 1]
-
-
-def test_only_the_first_of_several_copies_waits_for_the_one_under_way():
-    """A copy for another layer has 4 s to go, each copy takes 4, the CPU 9 an expert.
-
-    Greedy: the first waits, 8 s on the GPU against 9; the second adds 4 s and not 8, so
-    12 against 9, the CPU; the third is again the GPU's, 12 against 18.
-    """
-    now = work(cpu_s=[9, 9, 9], gpu_s=[1, 1, 1], arrive_s=[8, 8, 8], link_s=[4])
-    assert assigned(Greedy(), now).lanes.tolist() == [1, 0, 1]
-    assert [transfer_s(now, 0, i) for i in range(3)] == [4, 4, 4]
 
 
 def test_section_4_2_prefill_of_the_release_is_all_gpu():

@@ -2,14 +2,13 @@
 from the small design.
 """
 
-import json
 from itertools import combinations, product
 
 import pytest
 from support.small_trace import write_trace
 
 from benchmarks.combinations import PARTS, pairwise, served
-from benchmarks.every_policy import Bench, Ledger, main
+from benchmarks.every_policy import Bench
 from moesim.policies.registry import names
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -97,65 +96,3 @@ def bench(path, tmp_path_factory):
 def test_any_combination_runs_and_is_held_to_its_promises(bench, name, tiering):
     row = bench.row("product", name, tiering)
     assert (row.outcome, row.wrong) == ("ran", [])
-
-
-def test_what_a_kill_left_half_written_or_was_wrong_is_run_again(bench, tmp_path):
-    place = tmp_path / "done.jsonl"
-    ledger = Ledger(place, bench)
-    for name in (
-        "greedy+lru+none+as-recorded",
-        "greedy+lfu+none+as-recorded",
-        "greedy+arc+none+as-recorded",
-    ):
-        ledger.add(bench.row("product", name, "gpu"))
-    first, second, third = place.read_text().splitlines()
-    spoilt = json.loads(second) | {"wrong": ["something"]}
-    place.write_text("\n".join((first, json.dumps(spoilt), third[:-5])))
-    assert list(Ledger(place, bench).rows) == [
-        ("product", "greedy+lru+none+as-recorded", "gpu")
-    ]
-    assert place.read_text().splitlines() == [first, json.dumps(spoilt)]
-
-
-def test_a_run_in_parts_and_slices_ends_where_one_run_does(
-    path, tmp_path, monkeypatch, capsys
-):
-    """Two parts, the second begun with no time left: 3, for something is left; then
-    0.
-    """
-    monkeypatch.setattr("benchmarks.combinations.describe", lambda kind: [_Known(kind)])
-
-    def run(*words):
-        line = f"every_policy {path} --scale 1 --steps 2 --kinds product"
-        given = f"{line} --done {tmp_path}/d.jsonl".split()
-        monkeypatch.setattr("sys.argv", [*given, *words])
-        return main(), capsys.readouterr().out
-
-    assert "0 ran" in run("--without", "ilp,lru")[1]
-    assert run("--part", "1/2")[0] == 0
-    code, said = run("--minutes", "0")
-    assert code == 3
-    assert "1 ran, 0 refused by name, 0 wrong" in said
-    assert said.endswith("1 runs left\n")
-    code, said = run()
-    assert code == 0
-    assert (
-        "2 ran, 0 refused by name, 0 wrong; hits equal in 2 of 2 that do not depend on"
-        " timing" in said
-    )
-    assert len((tmp_path / "d.jsonl").read_text().splitlines()) == 2
-
-
-class _Known:
-    """The plainest policy of each kind."""
-
-    needs = ()
-
-    def __init__(self, kind):
-        self.kind = kind
-        self.name = {
-            "assignment": "greedy",
-            "cache": "lru",
-            "prefetch": "none",
-            "routing": "as-recorded",
-        }[kind]

@@ -74,12 +74,6 @@ def test_section_1_5_e_a_delayed_hit_waits_only_for_the_remainder():
     assert timeline.access_frame()["state"].tolist() == ["miss", "delayed"]
 
 
-def test_a_prefetch_that_came_in_time_is_a_hit():
-    planner = plan_of(shape(layers=2), ahead(), HandCosts(dense=8.0), slots=2)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
-    assert timeline.access_frame()["state"].tolist() == ["miss", "hit"]
-
-
 def test_section_1_5_c_what_a_layer_turns_out_to_need_becomes_a_demand():
     """Kept when late: (1,2) is active, so it goes first, as a fetch; (1,1), which has
     started, ends; (1,4) is not, so it stays in the queue, behind the fetches.
@@ -96,20 +90,6 @@ def test_section_1_5_c_what_a_layer_turns_out_to_need_becomes_a_demand():
         ("h2d0", 3, 14, 18),
     ]
     assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "miss", "hit"]
-
-
-def test_a_late_prefetch_becomes_demand_or_is_forgotten():
-    """Layer 1 comes at 9 while (1,1) is on the link; of 2 and 3, which have not
-    started, its gate wants 3 only: a fetch, and 2 is forgotten.
-    """
-    planner = plan_of(
-        shape(layers=2), ahead("scripted:late=drop,script=1/2/3"), slots=4
-    )
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0, 3)]))
-    assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
-    assert spans(timeline, "fetch")[1:] == [("h2d0", 0, 10, 14), ("h2d0", 3, 14, 18)]
-    # 0, 1 and 3 of four slots; 2 never had one.
-    assert planner.gpu[0].free_bytes[1] == 100
 
 
 class Anew(Naming):
@@ -216,23 +196,6 @@ def test_declined_prefetches_wait_in_staging_but_one_slot_stays_for_demand():
     assert spans(timeline, "prefetch") == [("h2d0", 1, 24, 28), ("h2d0", 2, 28, 32)]
     assert not any(planner.gpu[0].staged[4:8])
     assert states_of(planner)[2].tolist() == [ABSENT, IN_FLIGHT, ABSENT, ABSENT]
-
-
-def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():
-    planner = plan_of(
-        shape(layers=2), ahead("scripted:script=1", cache="none"), slots=0, staging=2
-    )
-    _, timeline = run(
-        planner, steps([routed(0, 0), routed(1, 2)], [routed(0, 0), routed(1, 1)])
-    )
-    assert timeline.access_frame()["state"].tolist() == [
-        "miss",
-        "miss",
-        "miss",
-        "delayed",
-    ]
-    assert not any(planner.gpu[0].staged)
-    assert not any(planner.gpu[0].holds)
 
 
 def test_a_prefetch_from_ssd_reads_first():

@@ -22,18 +22,6 @@ from moesim.runs.config import MemoryOptions
 from moesim.runs.memory import plan_memory
 
 
-def test_section_6_8_expected_misses_of_four_slots():
-    """Accuracy .9, never a single expert: .2143 · 1.1 + .5714 · .1 = .2929 of Mixtral's
-    eight with four cached.
-    """
-    assert expected_misses(np.array(4), 8, 2, 0.0, 0.9) == pytest.approx(
-        0.2143 * 1.1 + 0.5714 * 0.1, abs=1e-4
-    )
-    assert expected_misses(np.array(4), 8, 2, 0.0, 0.9) == pytest.approx(
-        0.2929, abs=1e-4
-    )
-
-
 def test_section_6_8_the_ends_of_the_formula():
     """Nothing cached and nothing foreseen: two misses, or one if one expert is kept;
     everything cached: none.

@@ -14,7 +14,6 @@ from support.strategies import DrawnTrace
 import moesim
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies.cache.lru import LRU
-from moesim.policies.faults import PolicyFault
 from moesim.traces.format.reader import Trace, open_trace
 
 
@@ -189,44 +188,6 @@ def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
     assert_equal(*moody)
     _, parent = both(trace, "on-demand", cache="lru", **options)
     assert moody[1].metrics != parent.metrics
-
-
-MIXES = (
-    ("exact", "lru", "next-gate"),
-    ("beam", "lecar", "none"),
-    ("greedy", "sieve", "random"),
-    ("ik-break-even", "random", "noisy-oracle"),
-)
-
-
-@pytest.mark.parametrize(("policy", "cache", "prefetch"), MIXES)
-@pytest.mark.parametrize("limited", [False, True])
-def test_mixes_of_policies_run_alike(make_trace, policy, cache, prefetch, limited):
-    columns = ("scores", "weights", "pred1_raw", "pred1_res")
-    trace = open_trace(make_trace(sequences=((4, 6), (2, 5), (0, 3)), columns=columns))
-    options = {"cache": cache, "prefetch": prefetch, "cache_ratio": 0.4, "staging": 3}
-    if limited:
-        options |= {"host_memory_bytes": 10 << 20, "host_cache": cache}
-    assert_equal(*both(trace, policy, **options))
-
-
-def test_what_a_policy_raises_ends_the_run(make_trace):
-    """An exception crosses the compiled loop, with the lines of the policy."""
-
-    class Broken(LRU):
-        def victims(self, incoming, candidates, chosen):
-            raise KeyError("mislaid")
-
-    with registered(cache_broken=Broken), pytest.raises(PolicyFault) as fault:
-        moesim.replay(
-            make_trace(),
-            "on-demand",
-            cache="broken",
-            cache_ratio=0.2,
-            engine="fast",
-        )
-    assert "mislaid" in str(fault.value)
-    assert "raise KeyError" in fault.value.frames
 
 
 @pytest.mark.parametrize("policy", ["on-demand+lru", "sp-moe"])
