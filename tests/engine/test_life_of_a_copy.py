@@ -186,12 +186,7 @@ def test_a_replacement_waits_until_the_one_it_replaces_is_free():
     # Layer 0: dense to 1, product to 4. Layer 1: to 5, product to 8; the link is free
     # at 8 too. Layer 2: to 9, product to 12.
     assert spans(timeline, "replace") == [("h2d0", 3, 4, 8), ("h2d0", 3, 8, 12)]
-    assert states_of(planner)[1].tolist() == [
-        ABSENT,
-        RESIDENT,
-        ABSENT,
-        RESIDENT,
-    ]
+    assert states_of(planner)[1].tolist() == [ABSENT, RESIDENT, ABSENT, RESIDENT]
 
 
 # -- 2. what is awaited is promoted -----------------------------------------------------
@@ -237,12 +232,7 @@ def test_a_queued_replacement_that_a_layer_awaits_is_promoted():
     assert arrivals.expected[0, 1] == ([ABSENT], [6.0])
     assert spans(timeline, "replace") == [("h2d0", 3, 3, 7), ("h2d0", 3, 7, 11)]
     assert spans(timeline, "compute")[1] == ("gpu0", 3, 11, 12)
-    assert states_of(planner)[1].tolist() == [
-        ABSENT,
-        RESIDENT,
-        ABSENT,
-        RESIDENT,
-    ]
+    assert states_of(planner)[1].tolist() == [ABSENT, RESIDENT, ABSENT, RESIDENT]
 
 
 def test_a_read_behind_an_awaited_copy_is_promoted_too():

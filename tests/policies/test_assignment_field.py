@@ -243,11 +243,7 @@ def test_section_3_6_prefill_computes_nothing_on_the_cpu():
     now = units(cached=(1,), uncached=(1, 5), phase=PREFILL)
     assert assigned(SMoEBalancer(), now).lanes.tolist() == [1, 1, 1]
     assert assigned(SMoEBalancer(), now).order.tolist() == [0, 2, 1]
-    assert assigned(SMoEBalancer(prefill="balance"), now).lanes.tolist() == [
-        1,
-        0,
-        1,
-    ]
+    assert assigned(SMoEBalancer(prefill="balance"), now).lanes.tolist() == [1, 0, 1]
 
 
 def test_smoe_balancer_starts_behind_copies_in_flight():
@@ -366,12 +362,7 @@ def test_section_6_3_fiddler():
     answer = assigned(Fiddler(), now)
     assert answer.lanes.tolist() == [0, 1, 1, 1]
     assert answer.order.tolist() == [3, 0, 1, 2]
-    assert assigned(Fiddler(cost="load+compute"), now).lanes.tolist() == [
-        0,
-        0,
-        1,
-        1,
-    ]
+    assert assigned(Fiddler(cost="load+compute"), now).lanes.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("tokens", "fetched"), [(511, 0), (512, 1)])
@@ -520,12 +511,9 @@ def test_section_1_8_two_gpus_share_a_layer():
         cpu_s=[3] * 4, gpu_s=[[1] * 4] * 2, arrive_s=[[4] * 4] * 2, tokens=[3] * 4
     )
     for policy in (SMoEBalancer(), HybriMoESchedule(), HybriMoEReleased()):
-        assert sorted(assigned(policy, now).lanes.tolist()) == [
-            0,
-            0,
-            1,
-            2,
-        ], type(policy)
+        assert sorted(assigned(policy, now).lanes.tolist()) == [0, 0, 1, 2], type(
+            policy
+        )
     now = work(
         cpu_s=[3] * 2, gpu_s=[[1] * 2] * 2, arrive_s=[[0, 4], [4, 0]], tokens=[3] * 2
     )

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_driver import (
-    LayerStep,
-    atomic,
-    drive,
-    uses_of,
-)
+from support.cache_driver import LayerStep, atomic, drive, uses_of
 
 from moesim.policies.cache._offline_bounds import best_stays
 from moesim.policies.cache.belady import Belady

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_driver import (
-    ListFuture,
-    atomic,
-    context,
-    drive,
-    one_by_one,
-    uses_of,
-)
+from support.cache_driver import ListFuture, atomic, context, drive, one_by_one, uses_of
 from support.handmade import HandCosts, plan_of, routed, shape, steps
 
 from moesim.policies.base import PolicyError

@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_driver import (
-    admit,
-    context,
-    drive,
-    evict,
-    one_by_one,
-    victims,
-    work,
-)
+from support.cache_driver import admit, context, drive, evict, one_by_one, victims, work
 
 from moesim.policies.cache.arc import ARC
 from moesim.policies.cache.clock import Clock

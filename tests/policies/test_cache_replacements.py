@@ -6,14 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.cache_driver import (
-    View,
-    admit,
-    context,
-    evict,
-    swaps,
-    work,
-)
+from support.cache_driver import View, admit, context, evict, swaps, work
 from support.handmade import HandCosts, plan_of, routed, run, shape, spans, steps
 from support.small_trace import write_small_trace
 
@@ -99,10 +92,7 @@ def test_section_1_7_h_u_beyond_what_there_is_is_cut():
 
 def test_section_1_7_d_prefill_counts_as_one_step_or_not_at_all():
     counted = swapped(
-        WorkloadWindow(window=4, swaps=1),
-        WORKLOADS[:4],
-        [0, 1, 2, 3],
-        phase=PREFILL,
+        WorkloadWindow(window=4, swaps=1), WORKLOADS[:4], [0, 1, 2, 3], phase=PREFILL
     )
     skipped = swapped(
         WorkloadWindow(window=4, swaps=1, prefill=False),

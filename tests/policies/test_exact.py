@@ -74,10 +74,7 @@ def test_scheduled_time_table_by_hand():
     takes 1: 9. CPU: 0.5 + 6.
     """
     now = work(
-        cpu_s=[9, 6, 9, 9],
-        gpu_s=[2, 1, 1, 3],
-        arrive_s=[0, 4, 4, 4],
-        first_cpu_s=0.5,
+        cpu_s=[9, 6, 9, 9], gpu_s=[2, 1, 1, 3], arrive_s=[0, 4, 4, 4], first_cpu_s=0.5
     )
     lanes = np.array([1, 0, 1, 1])
     assert scheduled_s(now, lanes) == 9

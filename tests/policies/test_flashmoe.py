@@ -31,21 +31,11 @@ from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
 from moesim.questions.compare import compare
-from moesim.questions.learned_cache import (
-    EvictionRecorder,
-    check_held_out,
-    split,
-)
+from moesim.questions.learned_cache import EvictionRecorder, check_held_out, split
 from moesim.runs import replay as api
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import load_artefacts
-from moesim.runtime.train.cache import (
-    Recipe,
-    distance_labels,
-    forward,
-    scaled,
-    train,
-)
+from moesim.runtime.train.cache import Recipe, distance_labels, forward, scaled, train
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 from moesim.traces.format.reader import open_trace

@@ -139,12 +139,7 @@ def test_demand_goes_before_prefetches_that_have_not_started():
     copies = copies[copies["lane"] == "h2d0"]
     assert list(
         zip(copies["kind"], copies["layer"], copies["expert"], strict=True)
-    ) == [
-        ("fetch", 0, 0),
-        ("prefetch", 2, 0),
-        ("fetch", 1, 0),
-        ("prefetch", 2, 1),
-    ]
+    ) == [("fetch", 0, 0), ("prefetch", 2, 0), ("fetch", 1, 0), ("prefetch", 2, 1)]
 
 
 def test_the_byte_budget_trims_what_is_wanted_least():

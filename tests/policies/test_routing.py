@@ -29,14 +29,7 @@ SMOE_RESIDENT = {(0, 0, 2), (0, 0, 4), (0, 0, 6)}
 
 
 def gate(
-    scores,
-    top_k,
-    *,
-    layer=0,
-    phase=DECODE,
-    norm=True,
-    weights=True,
-    predicted=None,
+    scores, top_k, *, layer=0, phase=DECODE, norm=True, weights=True, predicted=None
 ):
     """What a softmax gate says: its top k, ties to the lower id, and their weights."""
     scores = np.array(scores, np.float64)
@@ -284,10 +277,7 @@ def test_section_2_4_cases_that_stay():
         (Model(5, {(0, 5, 1)}, layers=6), gate(scores, 2, layer=5)),
         (Model(5, layers=6), gate(scores, 2, layer=5)),
         (on_demand, gate(scores, 2, layer=0)),
-        (
-            Model(5, {(0, 5, 2)}, layers=6),
-            gate(scores, 2, layer=5, phase=PREFILL),
-        ),
+        (Model(5, {(0, 5, 2)}, layers=6), gate(scores, 2, layer=5, phase=PREFILL)),
     ):
         assert routed(GracefulDegradation(), gate_output, view)[0] == [[0, 1]]
 

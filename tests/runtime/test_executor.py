@@ -13,14 +13,7 @@ from support.real_machine import float_model, host_profile, real_run
 from support.small_trace import write_trace
 
 from moesim.base.errors import RuntimeFault, StoreError
-from moesim.engine.names import (
-    BEHIND_DEMAND,
-    DEMAND,
-    DROP,
-    REPLACEMENT,
-    START,
-    WAIT,
-)
+from moesim.engine.names import BEHIND_DEMAND, DEMAND, DROP, REPLACEMENT, START, WAIT
 from moesim.engine.operations import Consequences, Gate
 from moesim.policies.sizes import GLOBAL, CacheSize
 from moesim.runtime.executor.lanes import Lanes, Stopped, Task

@@ -12,13 +12,7 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.families import family, make_checkpoint
 from support.handmade import registered
-from support.real_machine import (
-    LAUNCHED,
-    Case,
-    combinations,
-    host_profile,
-    system_of,
-)
+from support.real_machine import LAUNCHED, Case, combinations, host_profile, system_of
 
 from moesim.base.errors import TraceError
 from moesim.engine.observers import repeat

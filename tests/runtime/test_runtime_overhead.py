@@ -62,37 +62,6 @@ def small_reads(tmp_path, monkeypatch):
         yield trace, store
 
 
-@pytest.mark.parametrize("kind", ssd_reads.KINDS)
-def test_reads_into_every_kind_of_memory_leave_the_experts_there(
-    small_reads, kind, monkeypatch
-):
-    _, store = small_reads
-    made = []
-    monkeypatch.setattr(ssd_reads, "PASSES", 1)
-    taken_s = ssd_reads.reads_s(
-        store, lambda store: made.append(ssd_reads.KINDS[kind](store)) or _Kept(made[0])
-    )
-    assert taken_s.shape == (ssd_reads.HOST_SLOTS,)
-    assert (taken_s > 0).all()
-    right = ssd_reads.huge(store)
-    for slot in range(ssd_reads.HOST_SLOTS):
-        store.read_into(*divmod(slot, SHAPE.experts), right.record(slot), check=True)
-    assert made[0].memory.equal(right.memory)
-
-
-class _Kept:
-    """Slots that stay open when their block ends."""
-
-    def __init__(self, slots):
-        self.slots = slots
-
-    def __enter__(self):
-        return self.slots
-
-    def __exit__(self, *_):
-        pass
-
-
 def test_a_reader_begins_after_the_plan_that_called_it(small_reads):
     profile = load_profile("two-core-host")
     waits_s = ssd_reads.wakes_s(*small_reads, profile, "all-cpu")
