@@ -41,13 +41,15 @@ from moesim.runs.sweeps.execution import run_tasks
 from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from moesim.evidence.reproduction.questions import Again, Question
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
+    from moesim.evidence.reproduction.workloads import Workload
 
     Progress = Callable[[float], None]
+    Job = tuple[Callable[[Any, Path], Any], Any]
 
 MOST_JOBS = 2
 EXPERIMENT_STEPS = 50
@@ -101,33 +103,40 @@ def reproduce_all(
     every = chain(asked, *others)
     runs = list(dict.fromkeys(spec for question in every for spec in question.runs))
 
-    done = _Done(out, jobs)
-    todo = [spec for spec in runs if _key(spec) not in done.results]
-    loads = {spec.workload for spec in todo}
-    loads |= {spec.calibration for spec in todo if spec.warm}
-    networks = {spec.workload for spec in todo if spec.learned}
-
     def part(begin: float, end: float) -> Progress:
         return lambda share: progress(begin + (end - begin) * share)
 
-    # Networks need their traces, and are long; runs need both.
-    for files, work, show in (
-        (loads, _draw, part(0.0, 0.1)),
-        (networks, _train, part(0.1, 0.2)),
-    ):
-        tasks = [(load, done.folder) for load in sorted(files, key=repr)]
-        run_tasks(work, tasks, lambda *_: None, jobs=jobs, progress=show)
-    done.add(_do, runs, part(0.2, 0.8))
-    experiments = []
+    done = _Done(out, jobs)
+    todo = [spec for spec in runs if _key(spec) not in done.results]
+    # Those of one trace together, since it is read once then.
+    todo.sort(key=lambda spec: (spec.workload.name, repr(spec.options)))
+    loads = {spec.workload for spec in todo}
+    loads |= {spec.calibration for spec in todo if spec.warm}
+    networks = {spec.workload for spec in todo if spec.learned}
+    experiments: list[tuple[Any, ...]] = []
     if papers is None:
-        traces = _experiment_traces(done.folder)
-        tasks = [(name, *traces) for name in EXPERIMENTS]
-        done.add(_experiment, tasks, part(0.8, 1.0))
-        for task in tasks:
-            measured, models = done.results[_key(task)]
-            experiments.append(
-                Reproduction(EXPERIMENTS[task[0]], measured, models, EXPERIMENT_STEPS)
-            )
+        traces = _experiment_loads()
+        loads |= set(traces)
+        experiments = [(name, *traces) for name in EXPERIMENTS]
+    # Predictions need their routing, and runs need all.
+    routing = {load.routing for load in loads}
+    for files, show in (
+        ([*_jobs(_train, networks), *_jobs(_draw, routing)], part(0.0, 0.2)),
+        (_jobs(_draw, loads - routing), part(0.2, 0.3)),
+    ):
+        done.make(files, show)
+    done.add(
+        [
+            *((_do, spec) for spec in todo),
+            *((_experiment, task) for task in experiments),
+        ],
+        part(0.3, 1.0),
+    )
+    reproductions = [
+        Reproduction(EXPERIMENTS[task[0]], measured, models, EXPERIMENT_STEPS)
+        for task in experiments
+        for measured, models in [done.results[_key(task)]]
+    ]
     results = {spec: done.results[_key(spec)] for spec in runs}
     outcomes = {spec: outcome for spec, (outcome, _) in results.items() if outcome}
 
@@ -157,7 +166,7 @@ def reproduce_all(
         ],
         outcomes=outcomes,
         failures={spec: failure for spec, (_, failure) in results.items() if failure},
-        experiments=experiments,
+        experiments=reproductions,
         facts=[
             (
                 f"moesim {__version__}, commit {git_commit() or 'no checkout'},"
@@ -188,19 +197,22 @@ class _Done:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
 
-    def add(
-        self, work: Callable[..., Any], tasks: Iterable[Any], progress: Progress
-    ) -> None:
-        """Do the tasks that are not done yet."""
-        todo = [task for task in tasks if _key(task) not in self.results]
+    def make(self, files: Sequence[Job], progress: Progress) -> None:
+        """Make the files that are not there yet."""
+        jobs = [(*job, self.folder) for job in files]
+        run_tasks(_work, jobs, lambda *_: None, jobs=self._jobs, progress=progress)
+
+    def add(self, jobs: Sequence[Job], progress: Progress) -> None:
+        """Do what is not done yet."""
+        todo = [job for job in jobs if _key(job[1]) not in self.results]
 
         def collect(index: int, result: Any) -> None:
-            key = _key(todo[index])
+            key = _key(todo[index][1])
             self.results[key] = result
             self._journal.add([key, result])
 
-        inputs = [(task, self.folder) for task in todo]
-        run_tasks(work, inputs, collect, jobs=self._jobs, progress=progress)
+        inputs = [(*job, self.folder) for job in todo]
+        run_tasks(_work, inputs, collect, jobs=self._jobs, progress=progress)
 
     def discard(self) -> None:
         """Remove everything."""
@@ -218,19 +230,34 @@ def _machine_digest(machine: str | None) -> str:
     return "" if machine is None else load_profile(machine).digest
 
 
-def _draw(task: Any, _progress: Progress) -> None:
-    workload, folder = task
-    workload.draw(folder)
+def _work(job: tuple[Callable[[Any, Path], Any], Any, Path], _show: Progress) -> Any:
+    work, task, folder = job
+    return work(task, folder)
 
 
-def _train(task: Any, _progress: Progress) -> None:
+def _jobs(
+    work: Callable[[Workload, Path], None], loads: Iterable[Workload]
+) -> list[Job]:
+    """Work on traces, the longest first."""
+
+    def size(load: Workload) -> tuple[int, str]:
+        tokens = load.sequences * (load.prompt + load.generated)
+        return -tokens * load.shape.layers * load.shape.experts, load.name
+
+    return [(work, load) for load in sorted(loads, key=size)]
+
+
+def _draw(load: Workload, folder: Path) -> None:
+    load.draw(folder)
+
+
+def _train(load: Workload, folder: Path) -> None:
     with contextlib.suppress(ImportError):
-        learned_cache(*task)
+        learned_cache(load, folder)
 
 
-def _do(task: tuple[RunSpec, Path], _progress: Progress) -> tuple[Outcome, str]:
+def _do(spec: RunSpec, folder: Path) -> tuple[Outcome, str]:
     """The outcome of a run, or what it lacks."""
-    spec, folder = task
     try:
         return spec.do(folder), ""
     except ImportError:
@@ -239,9 +266,8 @@ def _do(task: tuple[RunSpec, Path], _progress: Progress) -> tuple[Outcome, str]:
         return {}, str(error)
 
 
-def _experiment_traces(folder: Path) -> tuple[Path, ...]:
-    """Traces of experiments on routing alone: the shipped one and drawn ones without
-    predictions.
+def _experiment_loads() -> tuple[Workload, ...]:
+    """Drawn traces of experiments on routing alone, without predictions.
 
     Drawn predictions have the published accuracies, so they would prove themselves.
     """
@@ -252,12 +278,14 @@ def _experiment_traces(folder: Path) -> tuple[Path, ...]:
     }
     # Not Qwen's: it has as many layers and experts as both others together.
     models = ("mixtral-8x7b", "deepseek-v2-lite")
-    calibrations = [drawn[model].calibration().draw(folder) for model in models]
-    return (resolve_trace("tiny"), *calibrations)
+    return tuple(drawn[model].calibration() for model in models)
 
 
-def _experiment(task: Any, _progress: Progress) -> tuple[Any, Any]:
-    """Figures and models by trace; an experiment's functions stay in their process."""
-    (name, *traces), _folder = task
+def _experiment(task: Any, folder: Path) -> tuple[Any, Any]:
+    """Figures and models by trace, the shipped one and drawn ones; an experiment's
+    functions stay in their process.
+    """
+    name, *loads = task
+    traces = [resolve_trace("tiny"), *(load.draw(folder) for load in loads)]
     done = reproduce(name, traces, steps=EXPERIMENT_STEPS)
     return done.measured, done.models

@@ -5,9 +5,11 @@ records that need it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.dense_costs import DenseSizes
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 
+_opened = lru_cache(maxsize=4)(open_trace)
 Outcome = dict[str, Any]
 """Metrics of a run, and under ``prefill`` and ``decode`` the parts of those steps
 (`parts_of`).
@@ -138,43 +141,49 @@ class RunSpec:
         Raises:
             TraceError, ProfileError, PolicyError: a description that fits nothing.
         """
-        trace = self.workload.draw(folder)
+        # Runs of one trace read it once.
+        trace = _opened(self.workload.draw(folder))
         if self.modelled:
-            return _modelled(self, open_trace(trace))
+            return _modelled(self, trace)
         options = dict(self.options)
         if self.warm:
-            options["warm"] = self.calibration.draw(folder)
+            options["warm"] = _opened(self.calibration.draw(folder))
         if self.learned:
             options["artefacts"] = learned_cache(self.workload, folder)
         run = replay(trace, self.policy, hw=self.profile, **options)
-        return run.metrics | {phase.label: parts_of(run, phase) for phase in Phase}
+        return run.metrics | parts_of(run)
 
 
-def parts_of(run: Run, phase: Phase) -> dict[str, float]:
-    """Seconds of all steps of a phase, by what was busy; lanes overlap.
+def parts_of(run: Run) -> dict[str, dict[str, float]]:
+    """Seconds of all steps by phase, and by what was busy; lanes overlap.
 
     Returns:
-        ``total``, the length of the steps, ``steps``, ``dense``, ``cpu`` and ``gpu``
-        (experts), ``link`` (copies to GPUs), ``ssd``, ``planning``.
+        By phase ``total``, the length of the steps, ``steps``, ``dense``, ``cpu`` and
+        ``gpu`` (experts), ``link`` (copies to GPUs), ``ssd``, ``planning``.
     """
-    steps = run.timeline.step_frame()
-    steps = steps[steps["phase"] == phase.label]
+    steps = run.timeline.step_frame().set_index("step")
     spans = run.timeline.frame()
-    spans = spans[spans["step"].isin(steps["step"])]
     seconds = spans["end_s"] - spans["start_s"]
+    phase = spans["step"].map(steps["phase"].astype(str))
     computes = spans["kind"] == "compute"
-    lane = spans["lane"].astype(str)
-    masks = {
+    on_cpu = spans["lane"] == "cpu"
+    on_link = [lane for lane in run.timeline.lanes if lane.startswith("h2d")]
+    parts = {
         "dense": spans["kind"] == "dense",
-        "cpu": computes & (lane == "cpu"),
-        "gpu": computes & (lane != "cpu"),
-        "link": lane.str.startswith("h2d"),
-        "ssd": lane == "ssd",
+        "cpu": computes & on_cpu,
+        "gpu": computes & ~on_cpu,
+        "link": spans["lane"].isin(on_link),
+        "ssd": spans["lane"] == "ssd",
         "planning": spans["kind"] == "plan",
     }
-    parts = {name: float(seconds[mask].sum()) for name, mask in masks.items()}
-    parts["total"] = float((steps["end_s"] - steps["start_s"]).sum())
-    return parts | {"steps": float(len(steps))}
+    table = pd.DataFrame(
+        {name: seconds[mask].groupby(phase[mask]).sum() for name, mask in parts.items()}
+    )
+    of_phase = (steps["end_s"] - steps["start_s"]).groupby(steps["phase"].astype(str))
+    table = table.reindex([each.label for each in Phase]).assign(
+        total=of_phase.sum(), steps=of_phase.size()
+    )
+    return {str(of): dict(parts) for of, parts in table.fillna(0.0).iterrows()}
 
 
 def decode_replays(

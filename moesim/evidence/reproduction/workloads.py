@@ -124,14 +124,15 @@ class Workload:
         recorded trace what comes before in the same texts.
         """
         return replace(
-            self,
+            self.routing,
             sequences=self.sequences if self.recorded else sequences,
-            recall=None,
-            recall_at=None,
-            residual=None,
-            inputs=(),
             seed=self.seed + CALIBRATION_SEED,
         )
+
+    @property
+    def routing(self) -> Workload:
+        """The same without predictions."""
+        return replace(self, recall=None, recall_at=None, residual=None, inputs=())
 
     def draw(self, folder: Path) -> Path:
         """Write the trace, unless it is there already; it appears when it is complete.
@@ -142,27 +143,23 @@ class Workload:
         target = folder / f"{self.name}.parquet"
         if target.exists():
             return target
-        write = self._draw_routing if self.recorded is None else self._cut_out
-        if self.recall is None:
-            write(target)
-            return target
-        routing = folder / f"{self.name}.routing.parquet"
-        write(routing)
-        predict(
-            routing,
-            target,
-            recall=self.recalls,
-            residual=self.residual,
-            at=self.recall_at,
-            scores=True,
-            seed=self.seed,
-        )
-        routing.unlink()
+        if self.recall is not None:
+            predict(
+                # Shared by all predictions of it.
+                self.routing.draw(folder),
+                target,
+                recall=self.recalls,
+                residual=self.residual,
+                at=self.recall_at,
+                scores=True,
+                seed=self.seed,
+            )
+        elif self.recorded is not None:
+            self._cut_out(target)
+        else:
+            tokens = self.sequences * (self.prompt + self.generated)
+            synthesise(self._synthetic(), target, tokens=tokens, seed=self.seed)
         return target
-
-    def _draw_routing(self, target: Path) -> None:
-        tokens = self.sequences * (self.prompt + self.generated)
-        synthesise(self._synthetic(), target, tokens=tokens, seed=self.seed)
 
     def _synthetic(self) -> SynthModel:
         lengths = {"prompt_tokens": self.prompt, "new_tokens": self.generated}
