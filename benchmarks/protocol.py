@@ -31,7 +31,7 @@ from moesim.reporting.tables import aligned, markdown_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.evidence.validation.verify import CellVerdict, Verdict
+    from moesim.evidence.validation.verify import Verdict
 
 PLAN: Final = Plan()
 """The one that results in `docs/measurements/` follow."""
@@ -94,7 +94,9 @@ def protocol_page(
         "",
         *markdown_table(_SITTING_HEADS, sitting_rows),
         "",
-        *markdown_table(_CELL_HEADS, [_cell_row(cell) for cell in verdict.cells]),
+        *markdown_table(
+            _CELL_HEADS, [_cell_row(c) for c in verdict.cells.itertuples()]
+        ),
         "",
         _LEGEND,
     ]
@@ -103,37 +105,38 @@ def protocol_page(
 
 def aim_rows(plan: Plan, verdict: Verdict) -> list[list[str]]:
     """Aim, what was stated, what came out, and whether it is met."""
-    counted = [cell for cell in verdict.cells if not cell.excluded]
-    errors = sorted(abs(cell.error) for cell in counted)
-    raw = ""
-    if errors:
-        middle = errors[len(errors) // 2]
-        raw = f" (whole error: {_percent(middle)}, {_percent(errors[-1])})"
-    tau = verdict.order.tau
+    counted = verdict.counted
+    met = aims_met(plan, verdict)
+    median = worst = raw = ""
+    if len(counted):
+        errors = verdict.cells["error"][counted.index].abs()
+        median, worst = _percent(counted.median()), _percent(counted.max())
+        raw = f" (whole error: {_percent(errors.median())}, {_percent(errors.max())})"
+    tau = verdict.tau
     return [
         [
             "error, median of cells",
             f"≤ {_percent(plan.median)}",
-            _percent(verdict.median),
-            _MET[verdict.met["median"]],
+            median,
+            _MET[met["median"]],
         ],
         [
             "error, worst cell",
             f"≤ {_percent(plan.worst)}",
-            _percent(verdict.worst) + raw,
-            _MET[verdict.met["worst"]],
+            worst + raw,
+            _MET[met["worst"]],
         ],
         [
             "order of policies, tau",
             "1",
-            "none" if tau is None else f"{tau:.2f} ({verdict.order.pairs} pairs)",
-            _MET[verdict.met["order"]],
+            "none" if tau is None else f"{tau:.2f} ({verdict.pairs} pairs)",
+            _MET[met["order"]],
         ],
         [
             "calibrations that were trusted",
             str(plan.sittings),
-            str(len({cell.sitting for cell in verdict.cells})),
-            _MET[verdict.met["sittings"]],
+            str(verdict.cells["sitting"].nunique()),
+            _MET[met["sittings"]],
         ],
         [
             "cells that count",
@@ -142,6 +145,12 @@ def aim_rows(plan: Plan, verdict: Verdict) -> list[list[str]]:
             "",
         ],
     ]
+
+
+def aims_met(plan: Plan, verdict: Verdict) -> dict[str, bool | None]:
+    """By aim, whether it is met; None where nothing counts."""
+    trusted = verdict.cells["sitting"].nunique()
+    return verdict.met(plan) | {"sittings": trusted >= plan.sittings}
 
 
 def _sitting_row(number: int, sitting: dict[str, Any]) -> list[str]:
@@ -159,7 +168,7 @@ def _sitting_row(number: int, sitting: dict[str, Any]) -> list[str]:
     ]
 
 
-def _cell_row(cell: CellVerdict) -> list[str]:
+def _cell_row(cell: Any) -> list[str]:
     return [
         str(cell.sitting),
         cell.cell,
@@ -279,14 +288,30 @@ def main(words: Sequence[str] | None = None) -> int:
         with bar(f"sitting {number} of {wanted}", 1.0) as progress:
             sittings.append(make_sitting(folder, PLAN, seed=seed, progress=progress))
 
-    verdict = judge(PLAN, sittings)
+    nothing = {"cells": []}
+    verdict = judge(PLAN, [each.get("validation", nothing) for each in sittings])
+    met = aims_met(PLAN, verdict)
     command = f"python -m benchmarks.protocol {shlex.quote(str(folder))}"
     page = protocol_page(PLAN, sittings, verdict, command)
     write_text(folder / "protocol.md", page)
-    result = json.dumps(verdict.to_json(), indent=2) + "\n"
-    write_text(folder / "protocol.json", result)
+    counted = verdict.counted
+    result = {
+        "cells": verdict.cells.to_dict("records"),
+        "pairs": verdict.pairs,
+        "agreed": verdict.agreed,
+        "tau": verdict.tau,
+        "refused": {
+            number: each["refused"]
+            for number, each in enumerate(sittings, 1)
+            if each["refused"]
+        },
+        "median": counted.median() if len(counted) else None,
+        "worst": counted.max() if len(counted) else None,
+        "met": met,
+    }
+    write_text(folder / "protocol.json", json.dumps(result, indent=2) + "\n")
     print("\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", ""))
-    return int(not all(verdict.met.values()))
+    return int(not all(met.values()))
 
 
 if __name__ == "__main__":

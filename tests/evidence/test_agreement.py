@@ -24,6 +24,7 @@ STEPS = 15
 REPETITIONS = 5
 REPLICATIONS = 10
 DRAWS = 300
+PLAN = Plan()
 
 
 def runs(rng, count, *, scatter=0.1, drift=0.015, slope=0.0, correlation=0.5):
@@ -104,8 +105,8 @@ def test_a_perfect_model_misses_an_aim_in_five_percent(given_by):
             for policy in range(3)
             if len(noise := runs(rng, REPETITIONS, **own).mean(axis=1))
         ]
-        verdict = judge(Plan(sittings=1), [{"validation": {"cells": cells}}])
-        missed += False in verdict.met.values()
+        verdict = judge(PLAN, [{"cells": cells}])
+        missed += False in verdict.met(PLAN).values()
     assert missed / (DRAWS // 2) < 0.05 + 3 * np.sqrt(0.05 * 0.95 / (DRAWS // 2))
 
 

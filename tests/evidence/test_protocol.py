@@ -28,6 +28,10 @@ def sitting(*cells, refusal=""):
     return made | {"refused": refusal, "validation": {"cells": list(cells)}}
 
 
+def judged(*cells):
+    return judge(ONE, [{"cells": list(cells)}])
+
+
 STEADY = [1.0] * 5
 ONE = Plan(sittings=1)
 
@@ -60,12 +64,12 @@ def test_an_error_counts_beyond_the_interval_of_the_measurement():
     _, low, high = interval(scattered)
     assert low < 0.99
     assert high > 1.01
-    verdict = judge(ONE, [sitting(cell("a", scattered, 1.01))])
-    assert verdict.cells[0].error == pytest.approx(0.01)
-    assert verdict.worst == 0.0
-    verdict = judge(ONE, [sitting(cell("a", scattered, 1.2))])
-    assert verdict.worst == pytest.approx(1.2 - high)
-    assert verdict.met["worst"] is False
+    verdict = judged(cell("a", scattered, 1.01))
+    assert verdict.cells["error"].tolist() == pytest.approx([0.01])
+    assert verdict.counted.max() == 0.0
+    verdict = judged(cell("a", scattered, 1.2))
+    assert verdict.counted.max() == pytest.approx(1.2 - high)
+    assert verdict.met(ONE)["worst"] is False
     assert interval([2.0]) == (2.0, 2.0, 2.0)
 
 
@@ -75,15 +79,12 @@ def test_cells_that_others_disturbed_or_that_scatter_do_not_count():
         cell("b", STEADY, 9.0, lost=0.2),
         cell("c", [1.0, 2.0, 3.0, 4.0, 5.0], 9.0),
     )
-    verdict = judge(ONE, [sitting(*cells)])
-    assert [each.excluded for each in verdict.cells] == [
-        "",
-        "other programs took 20 %",
-        verdict.cells[2].excluded,
-    ]
-    assert verdict.cells[2].excluded.startswith("repetitions differ")
-    assert (verdict.median, verdict.worst) == pytest.approx((0.02, 0.02))
-    assert verdict.met["median"]
+    verdict = judged(*cells)
+    counts, disturbed, scattered = verdict.cells["excluded"]
+    assert (counts, disturbed) == ("", "other programs took 20 %")
+    assert scattered.startswith("repetitions differ")
+    assert verdict.counted.tolist() == pytest.approx([0.02])
+    assert verdict.met(ONE)["median"]
 
 
 def test_only_pairs_that_repetitions_order_count():
@@ -95,19 +96,18 @@ def test_only_pairs_that_repetitions_order_count():
         cell("c", unsure, 1.5),
         cell("d", [0.1] * 5, 0.1, batch=4),
     ]
-    order = judge(ONE, [sitting(*cells)]).order
+    order = judged(*cells)
     assert (order.pairs, order.agreed, order.tau) == (2, 2, 1.0)
     cells[1]["predicted"]["tpot_s"] = 0.5
-    wrong = judge(ONE, [sitting(*cells)])
-    assert wrong.order.tau < 1.0
-    assert wrong.met["order"] is False
+    wrong = judged(*cells)
+    assert wrong.tau < 1.0
+    assert wrong.met(ONE)["order"] is False
 
 
 def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
-    verdict = judge(ONE, [sitting(refusal="others were busy")])
-    assert verdict.refused == {1: "others were busy"}
+    verdict = judged()
     unknown = dict.fromkeys(("median", "worst", "order"))
-    assert verdict.met == unknown | {"sittings": False}
+    assert protocol.aims_met(ONE, verdict) == unknown | {"sittings": False}
     page = protocol.protocol_page(
         ONE, [sitting(refusal="others were busy")], verdict, "moesim x"
     )

@@ -97,31 +97,43 @@ def measured_order(
     return int(np.sign(mean)) if abs(mean) > least else 0
 
 
-def kendall_tau(
-    predicted: Sequence[float], repetitions: Sequence[Sequence[float]]
-) -> float | None:
-    """Rank correlation of a predicted order with the measured one.
+def ordered_alike(
+    predicted: Sequence[float],
+    repetitions: Sequence[Sequence[float]],
+    *,
+    level: float = LEVEL,
+) -> list[int]:
+    """Compare a predicted order with the measured one, pair by pair.
 
     A pair that the measurement cannot order is no evidence either way, so it is left
-    out of numerator and denominator; a pair that only the prediction ties counts as
-    half wrong.
+    out.
 
     Args:
         predicted: one value per policy.
         repetitions: by policy, as `measured_order` compares them.
+        level: as there.
 
     Returns:
-        -1 to 1, or None where the measurement orders no pair.
+        Of each pair 1 where both order it alike, 0 where the prediction ties it, else
+        -1.
     """
-    agreeing = 0
-    ordered = 0
     policies = zip(predicted, repetitions, strict=True)
+    alike = []
     for (first, first_runs), (second, second_runs) in combinations(policies, 2):
-        sign = measured_order(first_runs, second_runs)
-        ordered += abs(sign)
-        # +1 where both order the pair alike, 0 where the prediction ties it.
-        agreeing += sign * int(np.sign(first - second))
-    return agreeing / ordered if ordered else None
+        sign = measured_order(first_runs, second_runs, level=level)
+        if sign:
+            alike.append(sign * int(np.sign(first - second)))
+    return alike
+
+
+def kendall_tau(
+    predicted: Sequence[float], repetitions: Sequence[Sequence[float]]
+) -> float | None:
+    """Rank correlation of a predicted order with the measured one, -1 to 1: the mean of
+    `ordered_alike`; None where the measurement orders no pair.
+    """
+    alike = ordered_alike(predicted, repetitions)
+    return float(np.mean(alike)) if alike else None
 
 
 def repeated_tau(groups: Sequence[Sequence[Sequence[float]]]) -> float | None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from itertools import combinations
+from math import comb
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from moesim.base.files import write_text
-from moesim.evidence.validation.agreement import LEVEL, measured_order
+from moesim.evidence.validation.agreement import LEVEL, ordered_alike
 from moesim.evidence.validation.calibrate import calibrate
 from moesim.evidence.validation.grid import validate
 from moesim.evidence.validation.profile_checks import machine_differences
@@ -29,7 +30,7 @@ from moesim.hwprofiles.schema import ProfileError
 from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from moesim.evidence.validation.results import Validation
@@ -77,108 +78,82 @@ class Plan:
 _SETTING: Final = ("trace", "shape", "cache_ratio", "host_ratio", "batch")
 
 
-class CellVerdict(NamedTuple):
-    """What one cell of one sitting shows. Times are those of an output token.
+class Verdict(NamedTuple):
+    """What validations show. Times are those of an output token.
 
     Attributes:
-        sitting: its number, from 1.
-        cell: shape, policy, cache and batch, in words.
-        measured_s, low_s, high_s: median over repetitions, and its 95 % interval.
-        predicted_s: before it was measured.
-        error: predicted over measured, minus one.
-        beyond: by how much the prediction lies outside the interval, relative to the
-            measured time; 0 inside.
-        lost: share of time that other programs took, median over repetitions.
-        excluded: why it does not count; empty where it does.
+        cells: a row for each cell of each: ``sitting``, its number from 1; ``cell``, in
+            words; ``measured_s``, ``low_s`` and ``high_s``, median over repetitions and
+            its 95 % interval; ``predicted_s``, before it was measured; ``error``,
+            predicted over measured, minus one; ``beyond``, by how much the prediction
+            lies outside the interval, relative to the measured time; ``lost``, share of
+            time that other programs took, median over repetitions; ``excluded``, why it
+            does not count, empty where it does.
+        pairs: of policies that repetitions order.
+        agreed: how many of them the prediction orders so, too.
     """
 
-    sitting: int
-    cell: str
-    measured_s: float
-    low_s: float
-    high_s: float
-    predicted_s: float
-    error: float
-    beyond: float
-    lost: float
-    excluded: str
-
-
-class Order(NamedTuple):
-    """Pairs of policies that repetitions order, and how many of them the prediction
-    orders so, too.
-    """
-
+    cells: pd.DataFrame
     pairs: int
     agreed: int
 
     @property
+    def counted(self) -> pd.Series:
+        """``beyond`` of the cells that count."""
+        return self.cells["beyond"][self.cells["excluded"] == ""]
+
+    @property
     def tau(self) -> float | None:
         """Kendall's; None without a pair."""
-        if not self.pairs:
-            return None
-        return (2 * self.agreed - self.pairs) / self.pairs
+        return (2 * self.agreed - self.pairs) / self.pairs if self.pairs else None
 
-
-class Verdict(NamedTuple):
-    """The result of a protocol.
-
-    Attributes:
-        cells: of all sittings.
-        order: of policies.
-        refused: sittings whose calibration was refused, with the reason.
-        median, worst: of `CellVerdict.beyond` over cells that count; None without one.
-        met: by aim, whether it is met; None where nothing counts.
-    """
-
-    cells: list[CellVerdict]
-    order: Order
-    refused: dict[int, str]
-    median: float | None
-    worst: float | None
-    met: dict[str, bool | None]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+    def met(self, plan: Plan) -> dict[str, bool | None]:
+        """By aim, whether it is met; None where nothing counts."""
+        median, worst = self.counted.median(), self.counted.max()
         return {
-            **self._asdict(),
-            "cells": [cell._asdict() for cell in self.cells],
-            "order": {**self.order._asdict(), "tau": self.order.tau},
+            "median": bool(median <= plan.median) if len(self.counted) else None,
+            "worst": bool(worst <= plan.worst) if len(self.counted) else None,
+            "order": self.agreed == self.pairs if self.pairs else None,
         }
 
 
-def judge(plan: Plan, sittings: Sequence[dict[str, Any]]) -> Verdict:
+_CELL: Final = (
+    *("sitting", "cell", "measured_s", "low_s", "high_s", "predicted_s"),
+    *("error", "beyond", "lost", "excluded"),
+)
+
+
+def judge(plan: Plan, results: Sequence[dict[str, Any]]) -> Verdict:
     """Judge what was measured.
 
     Args:
         plan: what was stated before.
-        sittings: as `benchmarks.protocol` writes them.
+        results: of sittings, as `Validation.to_json` returns them.
     """
-    cells = []
-    refused = {}
-    pairs = []
-    for number, sitting in enumerate(sittings, start=1):
-        if sitting.get("refused"):
-            refused[number] = sitting["refused"]
-            continue
-        measured = sitting["validation"]["cells"]
-        cells += [_cell(plan, number, cell) for cell in measured]
-        pairs += _pairs(measured)
+    rows = []
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for number, result in enumerate(results, start=1):
+        for cell in result["cells"]:
+            rows.append({"sitting": number, **_judged(plan, cell)})
+            setting = (number, *(cell[key] for key in _SETTING))
+            groups.setdefault(setting, []).append(cell)
+    # One wrong pair of all is enough to miss the aim, so the level is that of all
+    # together.
+    pairs = sum(comb(len(group), 2) for group in groups.values())
+    alike = [
+        sign
+        for group in groups.values()
+        for sign in ordered_alike(
+            [cell["predicted"]["tpot_s"] for cell in group],
+            [[run["tpot_s"] for run in cell["measured"]] for cell in group],
+            level=LEVEL / max(pairs, 1),
+        )
+    ]
+    cells = pd.DataFrame(rows, columns=list(_CELL))
+    return Verdict(cells, len(alike), alike.count(1))
 
-    counted = [cell.beyond for cell in cells if not cell.excluded]
-    median = float(np.median(counted)) if counted else None
-    worst = max(counted, default=None)
-    order = _order(pairs)
-    met = {
-        "median": None if median is None else median <= plan.median,
-        "worst": None if worst is None else worst <= plan.worst,
-        "order": None if order.tau is None else order.tau == 1.0,
-        "sittings": len(sittings) - len(refused) >= plan.sittings,
-    }
-    return Verdict(cells, order, refused, median, worst, met)
 
-
-def _cell(plan: Plan, sitting: int, cell: dict[str, Any]) -> CellVerdict:
+def _judged(plan: Plan, cell: dict[str, Any]) -> dict[str, Any]:
     measured_s, low_s, high_s = interval([run["tpot_s"] for run in cell["measured"]])
     predicted_s = cell["predicted"]["tpot_s"]
     outside_s = max(low_s - predicted_s, predicted_s - high_s, 0.0)
@@ -189,21 +164,20 @@ def _cell(plan: Plan, sitting: int, cell: dict[str, Any]) -> CellVerdict:
         excluded = f"other programs took {100 * lost:.0f} %"
     elif half_width > plan.widest:
         excluded = f"repetitions differ: ±{100 * half_width:.0f} %"
-    return CellVerdict(
-        sitting=sitting,
-        cell=(
+    return {
+        "cell": (
             f"{cell['shape']}, {cell['policy']}, cache {cell['cache_ratio']:g}, batch"
             f" {cell['batch']}"
         ),
-        measured_s=measured_s,
-        low_s=low_s,
-        high_s=high_s,
-        predicted_s=predicted_s,
-        error=predicted_s / measured_s - 1.0,
-        beyond=outside_s / measured_s,
-        lost=lost,
-        excluded=excluded,
-    )
+        "measured_s": measured_s,
+        "low_s": low_s,
+        "high_s": high_s,
+        "predicted_s": predicted_s,
+        "error": predicted_s / measured_s - 1.0,
+        "beyond": outside_s / measured_s,
+        "lost": lost,
+        "excluded": excluded,
+    }
 
 
 def interval(seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -211,37 +185,6 @@ def interval(seconds: Sequence[float]) -> tuple[float, float, float]:
     known = measured(np.asarray(seconds), source="repetitions", date="")
     assert known.interval is not None
     return known.value, *known.interval
-
-
-_Pair = tuple[dict[str, Any], dict[str, Any]]
-
-
-def _pairs(cells: Iterable[dict[str, Any]]) -> list[_Pair]:
-    """Cells that differ in the policy only."""
-    by_setting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for cell in cells:
-        setting = tuple(cell[key] for key in _SETTING)
-        by_setting.setdefault(setting, []).append(cell)
-    groups = by_setting.values()
-    return [pair for group in groups for pair in combinations(group, 2)]
-
-
-def _order(pairs: Sequence[_Pair]) -> Order:
-    """Count pairs that repetitions order. One wrong pair of all is enough to miss the
-    aim, so the level is that of all together.
-    """
-    ordered = agreed = 0
-    for first, second in pairs:
-        sign = measured_order(_tpots(first), _tpots(second), level=LEVEL / len(pairs))
-        if sign:
-            predicted_s = first["predicted"]["tpot_s"] - second["predicted"]["tpot_s"]
-            ordered += 1
-            agreed += int(np.sign(predicted_s) == sign)
-    return Order(ordered, agreed)
-
-
-def _tpots(cell: dict[str, Any]) -> list[float]:
-    return [run["tpot_s"] for run in cell["measured"]]
 
 
 def run_cells(plan: Plan, profile: HardwareProfile, **options: Any) -> Validation:
@@ -401,37 +344,36 @@ def verdict_of(plan: Plan, result: dict[str, Any]) -> Verification:
         plan: what was stated before.
         result: as `Validation.to_json` returns it.
     """
-    verdict = judge(plan, [{"validation": result, "refused": ""}])
-    counted = [cell for cell in verdict.cells if not cell.excluded]
+    verdict = judge(plan, [result])
+    counted = verdict.counted
+    met = verdict.met(plan)
+    known = len(counted) > 0
     facts = {
         "cells": len(verdict.cells),
         "cells_that_count": len(counted),
-        "median": verdict.median,
-        "worst": verdict.worst,
-        "pairs": verdict.order.pairs,
-        "pairs_agreed": verdict.order.agreed,
+        "median": float(counted.median()) if known else None,
+        "worst": float(counted.max()) if known else None,
+        "pairs": verdict.pairs,
+        "pairs_agreed": verdict.agreed,
         "hits_equal": result["hits_equal"],
         "left_out": result["config"].get("left_out", ""),
-        "met": verdict.met,
+        "met": met,
     }
-    if verdict.median is None or verdict.worst is None:
+    if not known:
         words = "cannot tell: no cell was measured well enough to count"
         return Verification(None, words, facts, result)
 
     order = "no two policies were told apart"
-    if verdict.order.pairs:
-        order = (
-            f"{verdict.order.agreed} of {verdict.order.pairs} orders of policies agree"
-        )
+    if verdict.pairs:
+        order = f"{verdict.agreed} of {verdict.pairs} orders of policies agree"
     figures = (
         f"beyond what repetitions differ by, predicted times are off by"
-        f" {verdict.median:.1%} in the median and {verdict.worst:.1%} at worst"
+        f" {counted.median():.1%} in the median and {counted.max():.1%} at worst"
         f" ({len(counted)} cells; at most {plan.median:.0%} and {plan.worst:.0%});"
         f" {order}"
     )
     # Orders that nothing shows are no evidence against the simulator.
-    met = [verdict.met[name] is not False for name in ("median", "worst", "order")]
-    holds = all(met) and result["hits_equal"] is not False
+    holds = False not in met.values() and result["hits_equal"] is not False
     answer = "the simulator holds on this PC" if holds else "it does not hold here"
     return Verification(holds, f"{answer}: {figures}", facts, result)
 
