@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from moesim.evidence.reproduction.field_map import MACHINES
+from moesim.evidence.reproduction.field_map import FIELD
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.policies.systems import SYSTEMS, compose
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
 
+MACHINES = FIELD["machines"]
 RATIOS = (0.1, 0.25, 0.5)
 OURS = ("recall", "clairvoyant")
 DRAFTING = "recall++moe-speq"

@@ -69,6 +69,8 @@ class Estimate(NamedTuple):
     spread: float
 
 
+DRAWS = 40
+"""Resamplings behind an interval, at least."""
 LEAST_UNITS = 8
 """Units of repetition below which runs are divided into blocks of steps."""
 
@@ -171,6 +173,7 @@ class Resampled(NamedTuple):
         statistic: Callable[[np.ndarray], float | np.ndarray],
         units: Units | Singles,
         rng: np.random.Generator,
+        count: int = DRAWS,
     ) -> Resampled:
         """Apply a statistic to all samples, and to those of redrawn units.
 
@@ -178,12 +181,13 @@ class Resampled(NamedTuple):
             statistic: of the rows of samples, int64 [M], one constant or several.
             units: of the samples.
             rng: draws.
+            count: of the draws.
         """
         every = np.arange(len(units.of_rows))
-        draws = [statistic(units.redrawn(rng)) for _ in range(DRAWS)]
+        draws = [statistic(units.redrawn(rng)) for _ in range(count)]
         return cls(
             np.atleast_1d(statistic(every)),
-            np.array(draws).reshape(DRAWS, -1),
+            np.array(draws).reshape(count, -1),
             units.count,
         )
 
@@ -333,8 +337,6 @@ CLIP = 0.1
 """Share at both ends that a mean pulls in to the rest: what other programs do is no
 property of the machine.
 """
-DRAWS = 40
-"""Resamplings behind each interval of a calibration."""
 
 _ITERATIONS = 16
 _RIDGE = 1e-9

@@ -16,7 +16,7 @@ from moesim import cli
 from moesim.evidence.reproduction import field_map as module
 from moesim.evidence.reproduction.field_map import (
     CELL,
-    POLICIES,
+    FIELD,
     FieldTrace,
     field_map,
     field_traces,
@@ -53,9 +53,9 @@ def mapped(tmp_path_factory):
 
 
 def test_the_field_has_25_causal_policies_and_one_that_knows_the_future():
-    causal = [policy for policy in POLICIES if policy != "clairvoyant"]
+    causal = [policy for policy in FIELD["policies"] if policy != "clairvoyant"]
     assert len(causal) >= 25
-    for policy in POLICIES:
+    for policy in FIELD["policies"]:
         policies = compose(policy).build(gpus=1, host_cache=None)
         sees_future = any(part.oracle for part in policies.all())
         assert sees_future is (policy == "clairvoyant")

@@ -135,8 +135,8 @@ def test_what_the_machine_did_since_its_calibration_is_told_apart_from_what_the_
         1.03 / 1.05 - 1.0
     )
     assert (
-        "| reference runs took longer than when it was calibrated by | dense +4.0 %,"
-        " lanes +0.0 % |" in validation_answer(report).markdown()
+        "| reference runs took longer than when it was calibrated by | dense 4.0 %,"
+        " lanes 0.0 % |" in validation_answer(report).markdown()
     )
     assert (
         "| TPOT error without that drift, median | 1.9 % |"

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.files import write_text
+from moesim.evidence.reproduction.questions import data
 from moesim.evidence.reproduction.report import write_pages
 from moesim.evidence.reproduction.routing import shared_traces
 from moesim.evidence.reproduction.workloads import Workload
@@ -36,56 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-RECALL = 0.75
-RESIDUAL = 0.8
-"""Recall of the drawn predictions, one layer ahead: 75, 67 and 61 % were measured by
-others (everett6/moe-prefetch) for gates applied one, two and three layers earlier.
-"""
-
-MACHINES = (
-    "rtx4060ti",
-    "rtx5060ti-ryzen9900x",
-    "rtx3090-epyc7532",
-    "rtx3080ti",
-    "rtx5070ti-ryzen9600x",
-    # PCIe 3.0, and a laptop.
-    "rtx3060-i7-10700k",
-    "rtx4060-laptop-i7-13700h",
-)
-RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75)
-BATCHES = (1, 4, 16)
-PASSES = 128
-"""Forward passes of a run, at most: so a machine and a memory take two minutes of
-processor time.
-"""
-
-POLICIES = (
-    *("llama.cpp", "ktransformers", "krasis", "fiddler", "moe-on-demand"),
-    *("mixtral-offloading", "moe-lightning", "freetoken", "dfa-cache"),
-    *("hybrimoe", "dali", "dali-hybrimoe", "recall", "recall++next-gate"),
-    *(
-        f"{assignment}+{cache}"
-        for assignment in ("hybrimoe-schedule", "fetch-split", "greedy")
-        for cache in ("decayed-frequency", "lru")
-    ),
-    *("hybrimoe-schedule+lfru", "fetch-split+static"),
-    *(
-        f"{assignment}+decayed-frequency+{prefetch}"
-        for assignment in ("hybrimoe-schedule", "fetch-split")
-        for prefetch in ("statistical", "next-gate")
-    ),
-    CLAIRVOYANT,
-)
-"""Systems that keep to the recorded routing and to the machine's kernels, and
-compositions that nobody ships. Left out are `moe-infinity` and `edgemoe`, whose runs
-take a hundred times as long.
-"""
-
-DRAFTED_TOKENS = 4
-DRAFTS = ("llama.cpp", "hybrimoe-schedule+lfru", "recall", "recall++moe-speq")
-"""Verify drafts, too, of one sequence. The last one's draft foretells its routing."""
-WARM = ("fetch-split+static", "fetch-split+decayed-frequency", "recall")
-"""Begin with what another trace of the model used most, too."""
+FIELD = data("papers.yaml")["map"]
+"""Traces, machines, memories and policies, as ``data/papers.yaml`` has them."""
+_DRAFTED_TOKENS = FIELD["drafted_tokens"]
+_DRAFTED = f", {_DRAFTED_TOKENS} tokens drafted"
+_WARM = ", warm"
 
 CELL = ["trace", "hw", "cache_ratio", "batch"]
 """What tells cells apart."""
@@ -114,25 +70,19 @@ class FieldTrace:
 
 def field_traces() -> list[FieldTrace]:
     """Recorded routing where a checkout has it beside it, then drawn."""
-    predicted: dict[str, Any] = {"recall": RECALL, "residual": RESIDUAL}
-    traces = []
-    # The first texts of gpt-oss-20b were tuned on: its second group.
-    for model, weights, name, tokens, sequences, group in (
-        ("gpt-oss-20b", "mxfp4", "gpt_oss_20b", 64, 16, 1),
-        ("qwen3-30b-a3b", "q4_k_m", "qwen3_30b_a3b_top6", 64, 1, 0),
-        ("olmoe-1b-7b", "q4_k_m", "olmoe_1b_7b_decode299", 128, 1, 0),
-        ("kimi-linear-48b-a3b", "q4_k_m", "kimi_linear_48b_a3b_decode300", 128, 1, 0),
-    ):
-        file = shared_traces() / f"{name}.parquet"
-        load = Workload(model, weights, 0, tokens, sequences, group=group, **predicted)
-        if file.is_file():
-            batches = BATCHES if sequences > 1 else (1,)
-            traces.append(FieldTrace(replace(load, recorded=file), batches))
-    # One text has no batches: those of its model are drawn.
-    texts = {trace.workload.model for trace in traces if trace.batches == (1,)}
-    for model in ("qwen3-30b-a3b", "olmoe-1b-7b", "deepseek-v2-lite"):
-        load = Workload(model, "q4_k_m", 16, 48, 16, like=model, **predicted)
-        traces.append(FieldTrace(load, BATCHES[1:] if model in texts else BATCHES))
+    traces: list[FieldTrace] = []
+    for described in FIELD["traces"]:
+        options = FIELD["predicted"] | described
+        batches = options.pop("batches")
+        if name := options.pop("file", None):
+            options["recorded"] = shared_traces() / f"{name}.parquet"
+            if not options["recorded"].is_file():
+                continue
+        load = Workload(**options)
+        # One text has no batches: those of its model are drawn.
+        if any(load.model == trace.workload.model for trace in traces):
+            batches = batches[1:]
+        traces.append(FieldTrace(load, tuple(batches)))
     return traces
 
 
@@ -210,7 +160,8 @@ class FieldMap:
         cells["command"] = [
             f"moesim compare {shlex.quote(cell.trace)} --hw {cell.hw}"
             f" --cache-ratio {cell.cache_ratio:g} --batch {cell.batch}"
-            f" --steps {PASSES} --policy {shlex.quote(cell.best)},{CLAIRVOYANT}"
+            f" --steps {FIELD['passes']}"
+            f" --policy {shlex.quote(cell.best)},{CLAIRVOYANT}"
             for cell in every
         ]
         return cells.sort_values("favourite_behind", ascending=False)
@@ -220,9 +171,9 @@ def field_map(
     out: Path,
     *,
     traces: Sequence[FieldTrace] | None = None,
-    policies: Sequence[str] = POLICIES,
-    machines: Sequence[str] = MACHINES,
-    ratios: Sequence[float] = RATIOS,
+    policies: Sequence[str] = FIELD["policies"],
+    machines: Sequence[str] = FIELD["machines"],
+    ratios: Sequence[float] = FIELD["ratios"],
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> FieldMap:
@@ -249,13 +200,13 @@ def field_map(
         warm = others and others.draw(folder)
         for batch, hw, ratio in product(each.batches, machines, ratios):
             place = RunConfig.of(
-                trace, hw=hw, cache_ratio=ratio, batch=batch, steps=PASSES
+                trace, hw=hw, cache_ratio=ratio, batch=batch, steps=FIELD["passes"]
             )
-            drafted = place.replaced(draft_tokens=DRAFTED_TOKENS)
+            drafted = place.replaced(draft_tokens=_DRAFTED_TOKENS)
             for config, chosen in (
                 (place, policies),
-                (drafted, DRAFTS if batch == 1 else ()),
-                (place.replaced(warm=warm), WARM if warm else ()),
+                (drafted, FIELD["drafts"] if batch == 1 else ()),
+                (place.replaced(warm=warm), FIELD["warm"] if warm else ()),
             ):
                 runs += [config.replaced(policy=policy) for policy in chosen]
             bound = bound_of(place.replaced(**_ANY_CONTENT))
@@ -264,7 +215,7 @@ def field_map(
             bounds.append((*cell, each.title, bound.seconds, bound.resource))
     swept = run_sweep(planned(runs), results=out / "runs", jobs=jobs, progress=progress)
     every = swept.frame(details=True)
-    is_changed = (every["draft_tokens"] == DRAFTED_TOKENS) | every["warm"].notna()
+    is_changed = (every["draft_tokens"] == _DRAFTED_TOKENS) | every["warm"].notna()
     columns = [*CELL, "title", "bound_s", "limit"]
     return FieldMap(
         every[~is_changed],
@@ -421,34 +372,25 @@ def _worth(
 
 
 def _parts(mapped: FieldMap) -> Listing:
-    base = "fetch-split+decayed-frequency"
-    schedule = "hybrimoe-schedule+decayed-frequency"
-    pairs = [(base, "fetch-split+static")]
-    pairs += [
-        (f"{each}+{prefetch}", each)
-        for each in (base, schedule)
-        for prefetch in ("next-gate", "statistical")
-    ]
-    pairs += [("recall", schedule), ("recall++next-gate", "recall")]
     return _worth(
         "What parts are worth",
         "Time saved: mean, worst and best cell, and in how many cells it is a loss.",
         mapped.behind,
-        [*pairs, (CLAIRVOYANT, mapped.favourite)],
+        [*FIELD["parts"], (CLAIRVOYANT, mapped.favourite)],
     )
 
 
 def _changes(mapped: FieldMap) -> Listing:
     runs = pd.concat([mapped.runs, mapped.changed])
-    drafted = f", {DRAFTED_TOKENS} tokens drafted"
-    policy = runs["policy"].where(
-        runs["draft_tokens"] != DRAFTED_TOKENS, runs["policy"] + drafted
-    )
-    policy = policy.where(runs["warm"].isna(), policy + ", warm")
+    drafted = runs["draft_tokens"] == _DRAFTED_TOKENS
+    policy = runs["policy"].where(~drafted, runs["policy"] + _DRAFTED)
+    policy = policy.where(runs["warm"].isna(), policy + _WARM)
     # Passes that verify drafts have more tokens, so that runs are not of the same ones.
     seconds = runs.assign(policy=policy).pivot_table(
         index=CELL, columns="policy", values="tpot_s"
     )
+    *drafts, foretold = FIELD["drafts"]
+    warm = [f"{each}{_WARM}" for each in FIELD["warm"]]
     return _worth(
         "What drafts and a warm start are worth",
         "Time saved per token. Drafts cost nothing here, and four of five are right;"
@@ -456,10 +398,11 @@ def _changes(mapped: FieldMap) -> Listing:
         " model, where there is any.",
         seconds.apply(np.log),
         [
-            *((f"{each}{drafted}", each) for each in DRAFTS[:-1]),
-            (f"{DRAFTS[-1]}{drafted}", f"{DRAFTS[-2]}{drafted}"),
-            *((f"{each}, warm", each) for each in WARM),
-            (f"{WARM[1]}, warm", f"{WARM[0]}, warm"),
+            *((f"{each}{_DRAFTED}", each) for each in drafts),
+            # The last one's draft foretells its routing.
+            (f"{foretold}{_DRAFTED}", f"{drafts[-1]}{_DRAFTED}"),
+            *zip(warm, FIELD["warm"], strict=True),
+            (warm[1], warm[0]),
         ],
     )
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from moesim.base.files import write_text
-from moesim.base.units import NO_VALUE
+from moesim.base.units import NO_VALUE, number, percent
 from moesim.reporting.answers import Answer
 from moesim.reporting.figures import Axis, Figure, names
-from moesim.reporting.parts import Listing, trace_words
+from moesim.reporting.parts import Column, Listing, trace_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,28 +23,35 @@ def validation_answer(result: dict[str, Any]) -> Answer:
     """Say how far simulated times are from measured ones, and where."""
     config = result["config"]
     traces = [trace_words(name, digest) for name, digest in config["traces"].items()]
-    median = _percent(result["tpot_error_median"])
-    worst = _percent(result["tpot_error_max"])
-    noise = _percent(result["noise_floor"])
+    median, worst, noise = (
+        percent(result[name])
+        for name in ("tpot_error_median", "tpot_error_max", "noise_floor")
+    )
     # Six columns name a cell, more than a screen can repeat beside the others: a number
     # leads every block of columns instead.
-    cells = Listing.of(
-        ["cell", *CELL_HEADS],
-        [[str(n), *row] for n, row in enumerate(cell_rows(result), start=1)],
+    cells = Listing(
+        _cells(result),
+        _CELL,
         title="Every cell",
         note="Errors are predicted over measured, minus one. measured: median over"
         " repetitions, step by step. noise: by how much that median would differ if it"
         " were measured anew. equivalent: paired steps, two one-sided tests, margin 5"
         " %. hits: equal, or why they need not be.",
     )
-    shared = Listing.of(
-        ("coordinate", "cells", "median", "worst", "signed median", "TTFT, median"),
-        shared_rows(result),
+    shared = Listing(
+        pd.DataFrame(
+            {"at": f"{key.replace('_', ' ')} {value.removesuffix('.parquet')}", **part}
+            for key, parts in result["by"].items()
+            # A coordinate with one value tells nothing beyond the summary.
+            if len(parts) > 1
+            for value, part in parts.items()
+        ),
+        _SHARED,
         title="TPOT errors of cells that share a coordinate",
     )
-    terms = Listing.of(
-        list(result["terms"]),
-        [list(map(_percent, result["terms"].values()))],
+    terms = Listing(
+        pd.DataFrame([result["terms"]]),
+        [Column(term, term, "share") for term in result["terms"]],
         title="Predicted minus measured by term: share of the measured run, median of"
         " absolute values",
     )
@@ -53,7 +60,7 @@ def validation_answer(result: dict[str, Any]) -> Answer:
         subject=config["machine"],
         setting=[("measured", setting(result))],
         facts=facts(result),
-        tables=[cells, shared, terms],
+        tables=[table for table in (cells, shared, terms) if len(table.rows)],
         sentences=[
             (
                 f"time per token off by {median} in the median, {worst} at worst;"
@@ -83,9 +90,30 @@ def save(
     return [folder / "validation.json", folder / "validation.md", page]
 
 
-CELL_HEADS = (
-    *("trace", "shape", "policy", "cache", "host", "batch", "TPOT measured"),
-    *("predicted", "error", "noise", "p95 error", "TTFT error", "hits", "equivalent"),
+_CELL = (
+    Column("cell", "cell"),
+    Column("trace", "trace"),
+    Column("shape", "shape"),
+    Column("policy", "policy"),
+    Column("cache_ratio", "cache"),
+    Column("host_ratio", "host"),
+    Column("batch", "batch"),
+    Column("tpot_measured_s", "TPOT measured", "s"),
+    Column("predicted_s", "predicted", "s"),
+    Column("tpot_error", "error", "share"),
+    Column("noise_floor", "noise", "share"),
+    Column("tpot_p95_error", "p95 error", "share"),
+    Column("ttft_error", "TTFT error", "share"),
+    Column("hits", "hits"),
+    Column("equivalent", "equivalent"),
+)
+_SHARED = (
+    Column("at", "coordinate"),
+    Column("count", "cells"),
+    Column("tpot_error_median", "median", "share"),
+    Column("tpot_error_max", "worst", "share"),
+    Column("tpot_error_signed_median", "signed median", "share"),
+    Column("ttft_error_median", "TTFT, median", "share"),
 )
 
 
@@ -103,60 +131,53 @@ def setting(result: dict[str, Any]) -> str:
 
 def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary: names and words of each figure."""
-    hits = f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)"
     at_speed = result["at_speed"]
-    same_work = result["same_work"]
-    over_noise = result["error_over_noise"]
-    over_noise = NO_VALUE if over_noise is None else f"{over_noise:.1f}"
     rows = [
-        ("TPOT error, median of cells", _percent(result["tpot_error_median"])),
-        ("TPOT error, worst cell", _percent(result["tpot_error_max"])),
-        ("TPOT error, signed median", _signed(result["tpot_error_signed_median"])),
-        ("TTFT error, median", _percent(result["ttft_error_median"])),
+        ("verdict", result.get("verdict")),
+        ("TPOT error, median of cells", percent(result["tpot_error_median"])),
+        ("TPOT error, worst cell", percent(result["tpot_error_max"])),
+        ("TPOT error, signed median", percent(result["tpot_error_signed_median"])),
+        ("TTFT error, median", percent(result["ttft_error_median"])),
     ]
-    if result.get("verdict"):
-        rows.insert(0, ("verdict", result["verdict"]))
     if at_speed["tpot_error_median"] is not None:
         rows += [
             (f"{_SLOWER} by", _drifts(result)),
-            (f"TPOT {_AT_SPEED}, median", _percent(at_speed["tpot_error_median"])),
-            (f"TPOT {_AT_SPEED}, worst cell", _percent(at_speed["tpot_error_max"])),
-            (f"TTFT {_AT_SPEED}, median", _percent(at_speed["ttft_error_median"])),
+            (f"TPOT {_AT_SPEED}, median", percent(at_speed["tpot_error_median"])),
+            (f"TPOT {_AT_SPEED}, worst cell", percent(at_speed["tpot_error_max"])),
+            (f"TTFT {_AT_SPEED}, median", percent(at_speed["ttft_error_median"])),
         ]
+    hits = f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)"
+    repeated = result["kendall_tau_repeated"]
+    again = "noise floor: measured again, TPOT would differ by"
     rows += [
-        ("order of policies, Kendall's tau", _plain(result["kendall_tau"])),
-        (
-            "tau of two measurements with each other",
-            _plain(result["kendall_tau_repeated"]),
-        ),
+        ("order of policies, Kendall's tau", number(result["kendall_tau"])),
+        ("tau of two measurements with each other", number(repeated)),
         ("hits equal where timing decides nothing", hits),
-        (
-            "noise floor: measured again, TPOT would differ by",
-            _percent(result["noise_floor"]),
-        ),
-        ("single repetitions differ by", _percent(result["repetitions_differ"])),
+        (again, percent(result["noise_floor"])),
+        ("single repetitions differ by", percent(result["repetitions_differ"])),
         (
             "cells whose error is below their own noise",
-            _percent(result["below_noise_share"]),
+            percent(result["below_noise_share"]),
         ),
-        ("median error over noise floor", over_noise),
-        ("cells equivalent within 5 %", _percent(result["tost_pass_share"])),
+        ("median error over noise floor", number(result["error_over_noise"])),
+        ("cells equivalent within 5 %", percent(result["tost_pass_share"])),
         ("term that differs most", str(result["largest_term"])),
     ]
-    # Parts of the grid that mean something, where it has any of them.
-    for name, part in (
-        ("sizes that were calibrated", result["calibrated"]),
-        ("sizes held out", result["held_out"]),
-        ("with the SSD tier", result["ssd"]),
+    # Parts of the grid that mean something, where it has any of them; no prediction can
+    # be nearer than the last.
+    for words, part, name in (
+        ("TPOT error, sizes that were calibrated", "calibrated", "tpot_error"),
+        ("TPOT error, sizes held out", "held_out", "tpot_error"),
+        ("TPOT error, with the SSD tier", "ssd", "tpot_error"),
+        (_SAME_WORK, "same_work", "tpot_differs"),
     ):
-        if part["count"]:
-            label = f"TPOT error, {name} ({part['count']} cells)"
-            rows.append((label, _both(part, "tpot_error")))
-    if same_work["count"]:
-        # No prediction can be nearer.
-        label = f"{_SAME_WORK} ({same_work['count']} pairs)"
-        rows.append((label, _both(same_work, "tpot_differs")))
-    return rows
+        of = result[part]
+        if of["count"]:
+            unit = "pairs" if part == "same_work" else "cells"
+            median, worst = (percent(of[f"{name}_{end}"]) for end in ("median", "max"))
+            label = f"{words} ({of['count']} {unit})"
+            rows.append((label, f"median {median}, worst {worst}"))
+    return [(words, told) for words, told in rows if told]
 
 
 _SLOWER = "reference runs took longer than when it was calibrated"
@@ -169,57 +190,11 @@ def _drifts(result: dict[str, Any]) -> str:
     runs share it.
     """
     drifts = dict.fromkeys(
-        ", ".join(f"{name} {_signed(value)}" for name, value in cell["drift"].items())
+        ", ".join(f"{name} {percent(value)}" for name, value in cell["drift"].items())
         for cell in result["cells"]
         if cell["drift"] is not None
     )
     return "; ".join(drifts)
-
-
-def _both(part: dict[str, Any], name: str) -> str:
-    median = _percent(part[f"{name}_median"])
-    return f"median {median}, worst {_percent(part[f'{name}_max'])}"
-
-
-def shared_rows(result: dict[str, Any]) -> list[list[str]]:
-    """A row for each value of each coordinate that has several."""
-    return [
-        [
-            f"{key.replace('_', ' ')} {value.removesuffix('.parquet')}",
-            str(part["count"]),
-            _percent(part["tpot_error_median"]),
-            _percent(part["tpot_error_max"]),
-            _signed(part["tpot_error_signed_median"]),
-            _percent(part["ttft_error_median"]),
-        ]
-        for key, parts in result["by"].items()
-        # A coordinate with one value tells nothing beyond the summary.
-        if len(parts) > 1
-        for value, part in parts.items()
-    ]
-
-
-def cell_rows(result: dict[str, Any]) -> list[list[str]]:
-    """A row for each cell of the grid, as `CELL_HEADS` names its columns."""
-    return [
-        [
-            cell["trace"].removesuffix(".parquet"),
-            cell["shape"],
-            cell["policy"],
-            f"{cell['cache_ratio']:g}",
-            f"{cell['host_ratio']:g}",
-            str(cell["batch"]),
-            _ms(cell["tpot_measured_s"]),
-            _ms(cell["predicted"]["tpot_s"]),
-            _signed(cell["tpot_error"]),
-            _percent(cell["noise_floor"]),
-            _signed(cell["tpot_p95_error"]),
-            _signed(cell["ttft_error"]),
-            _hits(cell),
-            _yes(cell["tost"] and cell["tost"]["equivalent"]),
-        ]
-        for cell in result["cells"]
-    ]
 
 
 def _hits(cell: dict[str, Any]) -> str:
@@ -229,26 +204,6 @@ def _hits(cell: dict[str, Any]) -> str:
     return "DIFFERENT" if cell["timing_free"] else "timing"
 
 
-# Reports compare cells with each other, so all of them show one decimal, unlike
-# `moesim.base.units`, which shows three significant digits.
-
-
-def _percent(share: float | None) -> str:
-    return NO_VALUE if share is None else f"{100 * share:.1f} %"
-
-
-def _signed(share: float | None) -> str:
-    return NO_VALUE if share is None else f"{100 * share:+.1f} %"
-
-
-def _ms(seconds: float | None) -> str:
-    return NO_VALUE if seconds is None else f"{1e3 * seconds:.1f} ms"
-
-
-def _plain(value: float | None) -> str:
-    return NO_VALUE if value is None else f"{value:.2f}"
-
-
 def _yes(value: bool | None) -> str:
     return NO_VALUE if value is None else "yes" if value else "no"
 
@@ -256,27 +211,33 @@ def _yes(value: bool | None) -> str:
 # -- figures ---------------------------------------------------------------------------
 
 
-def _frame(result: dict[str, Any]) -> pd.DataFrame:
-    """A row for each cell; without a decode step it has no error, and stands at
-    zero.
-    """
+def _cells(result: dict[str, Any]) -> pd.DataFrame:
+    """A row for each cell, with a number and what tables and figures say of it."""
     frame = pd.DataFrame(result["cells"])
-    predicted_s = pd.Series([each["tpot_s"] for each in frame["predicted"]])
     return frame.assign(
-        measured=1e3 * frame["tpot_measured_s"].astype(float),
-        predicted=1e3 * predicted_s.astype(float),
+        cell=range(1, len(frame) + 1),
+        trace=frame["trace"].str.removesuffix(".parquet"),
+        tpot_measured_s=frame["tpot_measured_s"].astype(float),
+        predicted_s=pd.Series(
+            [each["tpot_s"] for each in frame["predicted"]], dtype=float
+        ),
+        hits=[_hits(cell) for cell in result["cells"]],
+        equivalent=[_yes(test and test["equivalent"]) for test in frame["tost"]],
+        # Without a decode step it has no error, and stands at zero.
         error=frame["tpot_error"].astype(float).fillna(0.0),
     )
 
 
 def parity(result: dict[str, Any]) -> Figure:
     """Predicted against measured TPOT, one point per cell, by policy."""
-    frame = _frame(result)
+    frame = _cells(result)
     place = frame[["shape", "cache_ratio", "batch"]].astype(str)
     frame["cell"] = [
         f"{shape}, cache {ratio}, batch {batch}"
         for shape, ratio, batch in place.itertuples(index=False)
     ]
+    frame["measured"] = 1e3 * frame["tpot_measured_s"]
+    frame["predicted"] = 1e3 * frame["predicted_s"]
     rows = frame[["policy", "measured", "predicted", "cell"]]
     # Without a decode step there is no time, and no place on such an axis.
     rows = rows[(rows["measured"] > 0) & (rows["predicted"] > 0)]
@@ -303,7 +264,7 @@ def parity(result: dict[str, Any]) -> Figure:
 
 def cell_errors(result: dict[str, Any]) -> Figure:
     """Error of each cell, sorted, with the noise of its measurement."""
-    rows = _frame(result).sort_values("error", kind="stable", ignore_index=True)
+    rows = _cells(result).sort_values("error", kind="stable", ignore_index=True)
     rows = rows[["policy", "error"]].assign(
         cell=rows.index,
         low=rows["error"] - rows["noise_floor"],
@@ -323,7 +284,7 @@ def cell_errors(result: dict[str, Any]) -> Figure:
 
 def token_errors(result: dict[str, Any]) -> Figure:
     """Distribution of the errors of single tokens, by policy."""
-    single = _frame(result)[["policy", "step_errors"]].explode("step_errors").dropna()
+    single = _cells(result)[["policy", "step_errors"]].explode("step_errors").dropna()
     errors = single["step_errors"].astype(float).groupby(single["policy"], sort=False)
     ends = {"low": 0.05, "error": 0.5, "high": 0.95}
     quantiles = {name: errors.quantile(share) for name, share in ends.items()}
