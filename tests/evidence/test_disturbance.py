@@ -232,21 +232,26 @@ def test_what_is_still_wide_is_named_with_what_it_does():
     assert f"{rate} is hardly known" in wide._replace(half_width=9e14).words()
 
 
-def test_measuring_goes_on_until_it_is_narrow_or_time_is_over():
-    def wide():
-        return 0.05
+@pytest.mark.parametrize(("made", "left_s", "widest", "limited", "enough"), [
+    # Three passes of 5 s are wanted; width is asked only where it decides.
+    (2, -9.0, None, False, False),
+    (3, -9.0, None, False, True),
+    (3, 4.0, None, False, True),
+    (3, 6.0, 0.05, False, False),
+    (3, 6.0, 0.01, False, True),
+    # A limit makes fewer, and one at least.
+    (0, -9.0, None, True, False),
+    (1, 4.0, None, True, True),
+    (1, 6.0, None, True, False),
+])  # fmt: skip
+def test_measuring_goes_on_until_it_is_narrow_or_time_is_over(
+    made, left_s, widest, limited, enough
+):
+    def asked():
+        assert widest is not None, "a fit that decides nothing"
+        return widest
 
-    def narrow():
-        return 0.01
-
-    def unasked():
-        raise AssertionError("a fit that decides nothing")
-
-    assert not is_enough(2, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
-    assert is_enough(3, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
-    assert is_enough(3, 3, left_s=4.0, pass_s=5.0, widest=unasked)
-    assert not is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=wide)
-    assert is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=narrow)
+    assert is_enough(made, 3, left_s, 5.0, asked, limited=limited) is enough
 
 
 def test_predictions_of_the_runs_themselves_are_exact():

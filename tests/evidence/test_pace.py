@@ -104,15 +104,3 @@ def test_a_fit_to_disturbed_runs_is_that_of_undisturbed_ones():
     right_s = products_s(calm)
     assert products_s(disturbed, pace=pace) == pytest.approx(right_s, rel=1e-6)
     assert np.abs(products_s(disturbed) / right_s - 1.0).max() > 0.05
-
-
-def test_a_pace_of_one_changes_no_digit():
-    machine = load_profile("two-core-host")
-    shape = sized("olmoe-1b-7b/4")
-    runs = [
-        (shape, design.trial, simulate(design.trial, shape, machine))
-        for design in designs(shape, quick=True)[:2]
-    ]
-    first = learn(runs, machine, date=DATE, name="x")
-    second = learn(runs, machine, date=DATE, name="x", pace=[1.0, 1.0])
-    assert first.digest == second.digest

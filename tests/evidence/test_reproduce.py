@@ -65,16 +65,6 @@ def test_no_record_was_left_behind(whole):
     assert len(reproduce.records()) == len(whole)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_stands_beside_a_published_figure(name):
-    published = EXPERIMENTS[name].published
-    assert published
-    values = [record.value for record in reproduce.records()]
-    assert all(
-        value in values for column in published.values() for value in column.values()
-    )
-
-
 def test_figures_are_quoted_under_their_setting():
     hits = EXPERIMENTS["hybrimoe-hit-rate"].published
     assert hits["HybriMoE: Mixtral"]["LRU, 25 % cached"] == 30.2
@@ -145,15 +135,6 @@ def test_a_foreign_trace_at_hand_is_imported_on_the_way(shared_traces):
 
 
 # What the functions compute.
-
-
-def test_section_1_6_accuracy_of_a_ranking_by_workload():
-    """True workloads {0: 1, 3: 6, 5: 2, 7: 4}, predicted top 2 {3, 5}: half (DALI,
-    section 6.3).
-    """
-    true = np.array([1.0, 0, 0, 6, 0, 2, 0, 4])
-    assert figures.top(true, 2) == {3, 7}
-    assert len(figures.top(true, 2) & {3, 5}) / 2 == 0.5
 
 
 def test_predictions_that_are_right_are_right_and_shifted_ones_are_not(tmp_path):

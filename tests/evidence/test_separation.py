@@ -4,7 +4,6 @@ Held twice: by what modules may name, and by what flows while they work.
 """
 
 import ast
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from support.calibrating import sized
 from support.processes import ROOT
 from support.real_machine import host_profile
 
-from moesim.evidence.validation import calibrate as calibration
 from moesim.evidence.validation.calibrate import learn
 from moesim.evidence.validation.grid import validate
 from moesim.evidence.validation.paired_runs import Trial, designs, drawn_steps, simulate
@@ -101,15 +99,6 @@ def test_the_walk_would_see_it():
     assert "moesim.evidence.validation.drift" in reached(
         "moesim/evidence/validation/calibrate.py"
     ) & reached("moesim/evidence/validation/grid.py")
-
-
-def test_calibration_takes_no_trace():
-    assert not {
-        name
-        for name in inspect.signature(calibration.calibrate).parameters
-        if "trace" in name
-    }
-    assert not {name for name in inspect.signature(learn).parameters if "trace" in name}
 
 
 def test_the_designed_set_is_drawn_without_opening_a_file(monkeypatch):

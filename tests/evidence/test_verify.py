@@ -14,7 +14,6 @@ from test_validate import TRACE
 from moesim.base.long_work import Journal
 from moesim.cli.output import PlainProgress
 from moesim.evidence.validation import grid as grid_module
-from moesim.evidence.validation.calibrate import is_enough
 from moesim.evidence.validation.grid import _Budget, validate
 from moesim.evidence.validation.paired_runs import simulate
 from moesim.evidence.validation.verify import Plan, verdict_of
@@ -50,6 +49,7 @@ def test_the_first_pass_leaves_time_for_repetitions():
     clock.now_s = 55.0
     assert not budget.allows(first_pass=False, expected_s=8.0)
     assert budget.allows(first_pass=False, expected_s=4.0)
+    assert _Budget(None, 5).allows(first_pass=True, expected_s=1e9), "no limit"
 
 
 def test_what_is_built_once_is_not_expected_of_every_run(monkeypatch):
@@ -82,19 +82,6 @@ def test_what_is_built_once_is_not_expected_of_every_run(monkeypatch):
     assert [len(each.measured) for each in validation.cells] == [3, 3, 3, 3]
     assert validation.config["left_out"] == ""
     assert len(seen) == 13
-
-
-def test_without_a_limit_everything_fits():
-    assert _Budget(None, 5).allows(first_pass=True, expected_s=1e9)
-
-
-def test_a_limit_on_calibration_makes_fewer_repetitions_and_at_least_one():
-    def unasked():
-        raise AssertionError("the width of constants decides nothing here")
-
-    assert not is_enough(0, 3, -9.0, 5.0, unasked, limited=True)
-    assert is_enough(1, 3, 4.0, 5.0, unasked, limited=True)
-    assert not is_enough(1, 3, 6.0, 5.0, unasked, limited=True)
 
 
 def test_progress_without_a_terminal_is_a_line_in_half_a_minute(capsys):
