@@ -414,15 +414,15 @@ class Spans:
         """
         chain = self.table[self.kinds(DENSE, PLAN, JOIN)]
         plan, join, following = (chain.shift(-places) for places in (1, 2, 3))
-        whole = (
+        complete = (
             (chain["kind"] == DENSE)
             & (plan["kind"] == PLAN)
             & (join["kind"] == JOIN)
             & (following["kind"] == DENSE)
         )
         request_s = plan["start_s"] - chain["end_s"]
-        around_s = (request_s + following["start_s"] - join["start_s"])[whole]
-        return around_s.set_axis(chain["layer_step"][whole]).clip(lower=0.0)
+        around_s = (request_s + following["start_s"] - join["start_s"])[complete]
+        return around_s.set_axis(chain["layer_step"][complete]).clip(lower=0.0)
 
 
 def _table(chunks: Iterable[Mapping[str, np.ndarray]]) -> pd.DataFrame:

@@ -177,7 +177,7 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
             median, worst = (percent(of[f"{name}_{end}"]) for end in ("median", "max"))
             label = f"{words} ({of['count']} {unit})"
             rows.append((label, f"median {median}, worst {worst}"))
-    return [(words, told) for words, told in rows if told]
+    return [(words, figure) for words, figure in rows if figure]
 
 
 _SLOWER = "reference runs took longer than when it was calibrated"
