@@ -40,7 +40,7 @@ torture: $(STAMP) ## attack everything that is read and written, long and drawn 
 	ATTACKS=$(or $(ATTACKS),200) $(BIN)/python -m pytest tests/torture
 
 docs: $(STAMP) ## the documentation site, into out/site; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 check: build docs ## style, types, import diagram, documentation site
 	$(BIN)/ruff check .
