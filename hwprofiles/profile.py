@@ -458,7 +458,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         raise ProfileError(
             f"unknown hardware profile {text!r}"
             f"{did_you_mean(text.lower().replace(' ', ''), known)}; `moesim list"
-            " hardware` prints all, or name a file that ends in .toml"
+            " machines` prints all, or name a file that ends in .toml"
             f"{one_expected(text, 'machine')}"
         )
 
@@ -498,7 +498,7 @@ def _read(path: Path, where: str) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ProfileError(
             f"{where}: cannot be read: {reason}; `moesim profile {where}` makes"
-            " one, `moesim list hardware` names those that ship"
+            " one, `moesim list machines` names those that ship"
         ) from None
     except ValueError as error:
         raise ProfileError(

@@ -152,7 +152,7 @@ def check_name(spec: str, kind: str) -> None:
 
 
 def _unknown(name: str, kind: str) -> PolicyError:
-    message = unknown(f"{kind} policy", name, names(kind), kind)
+    message = unknown(f"{kind} policy", name, names(kind), f"list {kind}")
     return PolicyError(f"{message}{one_expected(name, 'policy')}")
 
 

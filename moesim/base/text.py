@@ -156,12 +156,12 @@ def unknown(kind: str, word: str, known: Iterable[str], listing: str = "") -> st
         kind: of thing that it should have named.
         word: that nobody knows.
         known: words that it could have been.
-        listing: words of ``moesim list`` that print them all, where they are many.
+        listing: command of moesim that prints them all, where they are many.
     """
     names = list(known)
     everything = f"known: {', '.join(names) or 'none'}"
     if listing and len(names) > _MOST_LISTED:
-        everything = f"`moesim list {listing}` prints all"
+        everything = f"`moesim {listing}` prints all"
     return f"unknown {kind} {word!r}{did_you_mean(word, names)}; {everything}"
 
 
@@ -169,4 +169,5 @@ def one_expected(text: str, noun: str) -> str:
     """Where to go with ``a,b`` where one thing is expected; nothing for other texts."""
     if "," not in text:
         return ""
-    return f"; one {noun} is expected here, `moesim compare` and `sweep` take several"
+    several = "`moesim sweep` takes several, `compare` several policies"
+    return f"; one {noun} is expected here; {several}"

@@ -87,7 +87,13 @@ def make_rows(folder):
     (folder / "rows.jsonl").write_text(bench.as_jsonl(rows) + "\n")
 
 
+def make_policy(folder):
+    page = (DOCS / "how-to" / "add-a-policy.md").read_text(encoding="utf-8")
+    (folder / "mru.py").write_text(examples(page)[0].text, encoding="utf-8")
+
+
 SETUP = {
+    "add-a-policy.md": make_policy,
     "advise.md": make_rows,
     "configuration.md": make_config,
     "import.md": make_dumps,

@@ -274,7 +274,7 @@ def reproduce(
         TraceError: a trace cannot be read.
     """
     if name not in EXPERIMENTS:
-        raise PolicyError(unknown("experiment", name, EXPERIMENTS, "experiments"))
+        raise PolicyError(unknown("experiment", name, EXPERIMENTS, "reproduce"))
     paths = traces_at_hand()
     if traces is not None:
         paths = [Path(trace) for trace in dict.fromkeys(traces)]
