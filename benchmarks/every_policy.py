@@ -44,7 +44,6 @@ from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
-from moesim.questions.learned_cache import all_passes
 from moesim.runs.config import RunConfig
 from moesim.runs.machine import device_of, machine_profile, open_random_store
 from moesim.runs.measured import execute
@@ -145,7 +144,7 @@ class Bench:
         self.future = RecordedFuture.of(trace, batch=batch, steps=steps)
         self.artefacts = folder / f"{trace.path.stem}-learned"
         self.artefacts.mkdir()
-        training = all_passes(trace, steps=TRAINED_STEPS)
+        training = list(compose_steps(trace, steps=TRAINED_STEPS))
         train(training, trace.shape, Recipe(epochs=1)).save(
             self.artefacts / "flashmoe.safetensors"
         )

@@ -799,7 +799,7 @@ def _memory_figure(advice: Advice) -> Figure:
         Axis("to", "GiB", zero=True),
         names("memory", "", [name for name, *_ in memories]),
         "Memory of the advised setting; dashed: what programs may use",
-        mark="span",
+        mark="bar",
         series="item",
         start="from",
         rules=[("x", size / GIB, f"free {name}") for name, size in free],

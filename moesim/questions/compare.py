@@ -15,12 +15,7 @@ from moesim.base.files import remove_leftovers
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split_policies
 from moesim.policies.sizes import PER_LAYER
-from moesim.questions.ranked import (
-    axis_value,
-    candidate,
-    ranked_answer,
-    ranked_runs,
-)
+from moesim.questions.ranked import axis_value, ranked_answer
 from moesim.runs.bound import bound_of
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.memory import BY_CURVE
@@ -28,7 +23,7 @@ from moesim.runs.replay import replay, share_of
 from moesim.runs.setup import Setup, opened
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import planned
-from moesim.runs.sweeps.ranking import CHOICES
+from moesim.runs.sweeps.ranking import CHOICES, candidate, competing_axes, ranking
 from moesim.runs.sweeps.rows import RunObserver, as_frame, as_table, row_of
 from moesim.runs.sweeps.sweep import configs_of
 
@@ -59,7 +54,7 @@ class Comparison:
     ``table, runs = moesim.compare(...)`` takes it apart.
 
     Attributes:
-        table: a row per policy and setting, the fastest first (see `ranked_runs`).
+        table: a row per policy and setting, the fastest first (see `moesim.ranking`).
         runs: by policy; by the values of the other axes and the policy, where there
             are such axes.
         frame: a row per run, as `moesim.sweep` returns it with ``details=True``.
@@ -157,14 +152,15 @@ def compare(
     rows = [results[place][0] for place in range(len(tasks))]
     frame = as_frame(as_table(rows), axes=plan.axes, details=True)
     where = [name for name in plan.axes if name not in CHOICES]
+    competing = competing_axes(plan.axes)
     keys = [
-        (*(axis_value(name, row[name]) for name in where), candidate(row, plan.axes))
+        (*(axis_value(name, row[name]) for name in where), candidate(row, competing))
         for row in frame.to_dict("records")
     ]
     runs = {
         key if where else key[-1]: results[place][1] for place, key in enumerate(keys)
     }
-    table = ranked_runs(frame)
+    table = ranking(frame)
     if not where:
         begun_full = _warm_starts(tasks, runs, open_trace)
         table["warm_tpot_s"] = table["candidate"].map(begun_full).astype(float)

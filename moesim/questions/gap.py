@@ -21,25 +21,25 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import combinations
-from math import factorial
+from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from moesim.base.options import ConfigError
 from moesim.base.units import ms, percent
+from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
 from moesim.policies.systems import compose
-from moesim.questions.gap_eviction import (
-    BELADY,
-    FORCED,
-    EvictionSplit,
-    split_eviction,
+from moesim.questions.gap_mixes import (
+    CEILING,
+    EVICTION,
+    Grades,
+    MixReplays,
+    SameStart,
+    cache_of,
 )
-from moesim.questions.gap_mixes import CEILING, EVICTION, Grades, MixReplays
 from moesim.questions.replay import setting_facts
 from moesim.reporting.answers import Answer
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
@@ -54,22 +54,23 @@ from moesim.runs.setup import (
     begins,
     check_needs,
     load_artefacts,
-    needed_columns,
     refuse_arrivals,
     trace_of,
 )
-from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import layer_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from moesim.engine.planner import Planner
+    from moesim.policies.base import CachePolicy
+    from moesim.policies.run_context import Future
     from moesim.policies.systems import System
     from moesim.runs.bound import Bound, MemoryBound
     from moesim.sim.results import ReplayResult
-    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Timeline
 
@@ -114,8 +115,7 @@ class Gap:
         belady_s: makespan when only the cache's rule is Belady's.
         forced_s: the same with a Belady that must admit every fetched expert; None if
             the policy has the ceiling's cache.
-        eviction: what the cache alone would miss, and why; None if misses alone do not
-            fill it.
+        eviction: of `split_eviction`.
         config: effective configuration.
         bound: what no schedule can beat; None where there is none.
         clairvoyant_s: of the clairvoyant system as it begins by itself; None where the
@@ -130,7 +130,7 @@ class Gap:
     grades: Grades
     belady_s: float | None = None
     forced_s: float | None = None
-    eviction: EvictionSplit | None = None
+    eviction: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     bound: Bound | MemoryBound | None = None
     clairvoyant_s: float | None = None
@@ -157,7 +157,7 @@ class Gap:
             "mixes": self.mixes,
             "belady_s": self.belady_s,
             "forced_belady_s": self.forced_s,
-            "eviction": None if self.eviction is None else self.eviction.to_json(),
+            "eviction": self.eviction,
             "assignment": self.grades.to_json(),
             "bound": bound,
             "config": self.config,
@@ -183,20 +183,17 @@ def decompose(
     Raises:
         PolicyError: a policy answered something illegal.
     """
-    substitutes = replays.substitutes()
-    specifications = replays.specifications()
+    both = replays.parts()
     grades = Grades()
     mixes: dict[str, float] = {}
     times_s: dict[frozenset[str], float] = {}
     subsets = [
-        chosen
-        for size in range(len(substitutes) + 1)
-        for chosen in combinations(substitutes, size)
+        chosen for size in range(len(both) + 1) for chosen in combinations(both, size)
     ]
-    # The first one replaces nothing: the policy itself, the only one that is graded.
     for chosen in subsets:
-        mix = {part: substitutes[part] for part in chosen}
-        seconds = replays.replay_s(mix, None if mix else grades)
+        mix = {part: both[part][1] for part in chosen}
+        # The policy itself is the only one that is graded.
+        seconds = replays.replay_s(mix, *([] if mix else [grades]))
         # Two parts may have substitutes of one name.
         words = " + ".join(f"{part}: {name}" for part, name in mix.items())
         mixes[words or "as it is"] = times_s[frozenset(mix)] = seconds
@@ -211,19 +208,19 @@ def decompose(
     }
     # Of equally fast mixes, the one that replaces least.
     ceiling = min(times_s, key=lambda mix: (times_s[mix], len(mix)))
-    nothing, everything = frozenset[str](), frozenset(substitutes)
-    shares = shapley(value, list(substitutes))
+    nothing, everything = frozenset[str](), frozenset(both)
+    shares = shapley(value, list(both))
     # Alone and last are the ends of what an exchange can save; the share lies between.
     parts = [
         Part(
             name,
-            policy=specifications[name],
+            policy=specification,
             replaced_by=substitute if name in ceiling else None,
             alone_s=value[nothing] - value[frozenset({name})],
             last_s=value[everything - {name}] - value[everything],
             share_s=shares[name],
         )
-        for name, substitute in substitutes.items()
+        for name, (specification, substitute) in both.items()
     ]
     gap_of_policy = Gap(
         policy_s=value[nothing],
@@ -234,7 +231,7 @@ def decompose(
         grades=grades,
     )
     # In seconds, beside the misses that `split_eviction` counts.
-    if EVICTION in substitutes:
+    if EVICTION in both:
         gap_of_policy.belady_s = replays.replay_s({EVICTION: BELADY})
         gap_of_policy.forced_s = replays.replay_s({EVICTION: FORCED})
     return gap_of_policy
@@ -291,100 +288,141 @@ def gap(
         for name in (references("cache") if causal is None else causal)
         if set(resolve(name, "cache").needs) <= opened.columns
     ]
-    columns = _needed_columns(opened, setup, searched, at_hand)
-
-    # A generator each: every replay walks the trace from its beginning.
-    def passes() -> Iterable[RoutedStep]:
-        return compose_steps(
-            opened, batch=config.batch, steps=config.steps, columns=columns
-        )
-
-    def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
-        return run_trace(
-            opened,
-            planner,
-            setup.profile,
-            timeline,
-            batch=config.batch,
-            steps=config.steps,
-        )
-
-    # Oracles know all forward passes, and no more than those that are replayed.
-    future = setup.future
-    if future is None:
-        future = RecordedFuture.of(opened, batch=config.batch, steps=config.steps)
-    extras = load_artefacts(config.artefacts)
-    replays = MixReplays(
-        shape=setup.shape,
-        profile=setup.profile,
-        costs=setup.costs(),
-        memory=setup.memory,
-        system=setup.system,
-        passes=passes,
-        future=future,
-        ceiling=searched,
-        host_cache=config.host_cache,
-        seed=config.seed,
-        calibration=setup.calibration,
-        extras=extras,
-        walk=walk,
-    )
-    if ceiling is None:
-        # The rules were the best from a start of their own; from this policy's, plain
-        # foresight may lead further.
-        foresight = replace(replays, ceiling=CEILING)
-        replays = min(replays, foresight, key=MixReplays.ceiling_s)
-    fastest = replays.ceiling
-    gap_of_policy = decompose(replays, progress)
-    gap_of_policy.clairvoyant_s = clairvoyant_s
-    gap_of_policy.eviction = split_eviction(
-        setup.system.cache,
-        setup.shape,
-        setup.cache,
-        passes,
-        future,
-        causal=at_hand,
-        seed=config.seed,
-        calibration=setup.calibration,
-        extras=extras,
-    )
-    gap_of_policy.config = setup.effective_config(opened)
-    started = begins(setup.planner(), setup.calibration)
-    gap_of_policy.config["begins"] = started
-    gap_of_policy.bound = bound_of(config.replaced(trace=opened))
-    gap_of_policy.config["ceiling"] = {
-        "assignment": fastest.assignment,
-        "cache": fastest.cache,
-        "prefetch": fastest.prefetch,
-    }
-    return gap_of_policy
-
-
-def _needed_columns(
-    trace: Trace, setup: Setup, ceiling: System, causal: Sequence[str]
-) -> dict[str, None]:
-    """Columns that any mix or causal cache needs, in the order in which they are named.
-
-    Raises:
-        PolicyError: a column is missing, or the routing policy alters the routing.
-    """
-    routing = setup.system.routing
     # The ceiling routes as the policy does: only decisions differ, not the work.
-    with_ceiling = replace(setup, system=replace(ceiling, routing=routing))
-    columns: dict[str, None] = {}
-    for either in (setup, with_ceiling):
-        policies = either.policies()
-        check_needs(trace, policies)
-        columns |= dict.fromkeys(needed_columns(policies))
+    routing = setup.system.routing
+    for system in (setup.system, replace(searched, routing=routing)):
+        policies = system.build(gpus=setup.profile.gpus, host_cache=None)
+        check_needs(opened, policies)
         if policies.routing.alters:
             raise PolicyError(
                 f"gap: routing policy {routing!r} alters the routing, so the"
                 " clairvoyant parts would foresee another run; use --routing"
                 " as-recorded"
             )
-    for name in causal:
-        columns |= dict.fromkeys(resolve(name, "cache").needs)
-    return columns
+
+    passes: dict[str, Any] = {"batch": config.batch, "steps": config.steps}
+
+    def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
+        return run_trace(opened, planner, setup.profile, timeline, **passes)
+
+    # Oracles know all forward passes, and no more than those that are replayed.
+    future = setup.future or RecordedFuture.of(opened, **passes)
+    replays = MixReplays(setup, walk, future, searched)
+    if ceiling is None:
+        # The rules were the best from a start of their own; from this policy's, plain
+        # foresight may lead further.
+        foresight = replace(replays, ceiling=CEILING)
+        replays = min(replays, foresight, key=MixReplays.ceiling_s)
+    gap_of_policy = decompose(replays, progress)
+    gap_of_policy.clairvoyant_s = clairvoyant_s
+    caches = [setup.system.cache, *at_hand]
+    columns = dict.fromkeys(each for name in caches for each in cache_of(name).needs)
+    gap_of_policy.eviction = split_eviction(
+        setup,
+        lambda: layer_steps(opened, **passes, columns=tuple(columns), tokens=True),
+        future,
+        at_hand,
+    )
+    gap_of_policy.bound = bound_of(config.replaced(trace=opened))
+    fastest = replays.ceiling
+    gap_of_policy.config = setup.effective_config(opened) | {
+        "begins": begins(setup.planner(), setup.calibration),
+        "ceiling": {
+            "assignment": fastest.assignment,
+            "cache": fastest.cache,
+            "prefetch": fastest.prefetch,
+        },
+    }
+    return gap_of_policy
+
+
+BELADY = "belady"
+FORCED = "belady:must_admit=true"
+
+
+def split_eviction(
+    setup: Setup,
+    steps: Callable[[], Iterable[LayerSteps]],
+    future: Future,
+    causal: Sequence[str],
+) -> dict[str, Any] | None:
+    """Split the misses of a cache beyond Belady's by which knowledge of the future is
+    missing.
+
+    Caches of one size and start read the same accesses, and every miss is fetched and
+    offered to them: the policy, a Belady that must admit every fetched expert as the
+    policy does, and a Belady that may decline. From the first to the second only the
+    choice of *victims* improves; from the second to the third only the choice of *what
+    to admit*. Neither choice can be made so without the future. What a causal policy
+    could win of it is not computable; what those at hand do win on this very trace is.
+
+    Args:
+        setup: of the run, for its cache.
+        steps: gives its layer steps anew.
+        future: of the same passes.
+        causal: caches that see the past only.
+
+    Returns:
+        ``accesses``; ``misses`` of the policy, and of both Beladys; the ``gap`` between
+        the first and the last; shares of it for want of knowing whom to evict
+        (negative if the policy itself declines admissions well) and whom not to admit,
+        and that the best causal cache saves, chosen in hindsight; null where there is
+        no gap. None where misses alone do not fill the cache: the policy replaces
+        experts by its own clock.
+
+    Raises:
+        PolicyError: a policy answered something illegal.
+    """
+    under_study = setup.system.cache
+    # How many copies land in time that a cache asks for by its own clock, only a
+    # machine can tell.
+    if cache_of(under_study).replaces:
+        return None
+    accesses = 0
+
+    def misses_of(name: str, cache: CachePolicy) -> int:
+        nonlocal accesses
+        counts = cache_replay.replay(
+            cache,
+            name,
+            setup.shape,
+            setup.cache,
+            steps(),
+            future=future,
+            seed=setup.config.seed,
+            calibration=setup.calibration,
+            extras=load_artefacts(setup.config.artefacts),
+        )
+        accesses = counts.accesses
+        return counts.accesses - counts.hits
+
+    misses = misses_of(under_study, cache_of(under_study))
+    # Fresh instances: a policy keeps its state from one run to the next.
+    forced, belady, *others = (
+        misses_of(name, SameStart(cache_of(name), cache_of(under_study)))
+        for name in (FORCED, BELADY, *causal)
+    )
+    of_causal = dict(zip(causal, others, strict=True))
+    best, fewest = min(
+        of_causal.items(), key=lambda each: each[::-1], default=(None, misses)
+    )
+    counts = {
+        "victims_share": misses - forced,
+        "admissions_share": forced - belady,
+        "won_by_causal_share": max(0, misses - fewest),
+    }
+    beyond = misses - belady
+    return {
+        "accesses": accesses,
+        "misses": misses,
+        "misses_forced": forced,
+        "misses_belady": belady,
+        "gap": beyond,
+        # A policy may match Belady; shares of nothing are not zero.
+        **{name: n / beyond if beyond else None for name, n in counts.items()},
+        "best_causal": best,
+        "causal": of_causal,
+    }
 
 
 def gap_answer(report: Gap) -> Answer:
@@ -436,7 +474,7 @@ def gap_answer(report: Gap) -> Answer:
             _mixes_table(report),
         ],
         sentences=[sentence],
-        notes=_eviction_lines(report, report.eviction),
+        notes=_eviction_lines(report),
         figures={"parts": lambda: _figure(report)},
         data=report.to_json(),
         sources={"trace": trace_words(config["trace"], config["trace_digest"])},
@@ -493,7 +531,7 @@ def _mixes_table(report: Gap) -> Listing:
     return Listing(frame, columns, title="Every combination", printed=False)
 
 
-def _eviction_lines(report: Gap, split: EvictionSplit | None) -> list[str]:
+def _eviction_lines(report: Gap) -> list[str]:
     # A policy with the ceiling's cache loses nothing by eviction.
     if report.belady_s is None or report.forced_s is None:
         return []
@@ -504,27 +542,29 @@ def _eviction_lines(report: Gap, split: EvictionSplit | None) -> list[str]:
         )
     ]
     # Replacements that follow a clock depend on times, which misses alone do not tell.
-    if split is None:
+    if report.eviction is None:
         clock = "this cache swaps by its own clock, so its misses depend on the machine"
         return [*lines, clock]
-    of_all = partial(_share, total=split.accesses)
-    of_gap = partial(_share, total=split.gap)
+    split = report.eviction
+    misses, belady, forced = (
+        _share(split[name], split["accesses"])
+        for name in ("misses", "misses_belady", "misses_forced")
+    )
     lines.append(
-        f"the cache alone misses {of_all(split.misses)} of {split.accesses:,} accesses;"
-        f" Belady {of_all(split.belady)}, and {of_all(split.forced)} if all that is"
-        " fetched must enter"
+        f"the cache alone misses {misses} of {split['accesses']:,} accesses; Belady"
+        f" {belady}, and {forced} if all that is fetched must enter"
     )
     # Shares of nothing say nothing.
-    if split.gap:
+    if split["gap"]:
         lines += [
             (
-                f"of that {of_gap(split.victims)} comes from evicting the wrong one,"
-                f" {of_gap(split.admissions)} from admitting one that should have"
-                " stayed out"
+                f"of that {percent(split['victims_share'])} comes from evicting the"
+                f" wrong one, {percent(split['admissions_share'])} from admitting one"
+                " that should have stayed out"
             ),
             (
-                f"the best cache without foresight, {split.best_causal}, closes"
-                f" {of_gap(split.won)} of it"
+                f"the best cache without foresight, {split['best_causal']}, closes"
+                f" {percent(split['won_by_causal_share'])} of it"
             ),
         ]
     return lines
@@ -559,7 +599,7 @@ def _figure(report: Gap) -> Figure:
         names("name", "", frame["name"]),
         "From the policy's time to the ceiling, by part; dashed: all on the GPU,"
         " and the bound",
-        mark="span",
+        mark="bar",
         series="kind",
         colours={"run": QUIET, "part": GPU},
         start="from",
@@ -583,15 +623,10 @@ def shapley(
 
     Source: Shapley 1953, applied to the time saved.
     """
-    count = len(players)
+    orders = list(permutations(players))
     shares = dict.fromkeys(players, 0.0)
-    for player in players:
-        others = [other for other in players if other != player]
-        for size in range(count):
-            # Share of all orders in which just so many players come before this one.
-            orders = factorial(size) * factorial(count - 1 - size)
-            weight = orders / factorial(count)
-            for before in map(frozenset, combinations(others, size)):
-                saved = value[before] - value[before | {player}]
-                shares[player] += weight * saved
-    return shares
+    for order in orders:
+        for place, player in enumerate(order):
+            before = frozenset(order[:place])
+            shares[player] += value[before] - value[before | {player}]
+    return {player: total / len(orders) for player, total in shares.items()}

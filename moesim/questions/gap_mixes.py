@@ -6,7 +6,6 @@ substitute.
 
 from __future__ import annotations
 
-from array import array
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -21,27 +20,25 @@ from moesim.policies.assignment._optimum import (
     optimal_scheduled,
     scheduled_s,
 )
+from moesim.policies.delegating import DelegatingCache, context_for
 from moesim.policies.names import CPU
 from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
-from moesim.questions.gap_eviction import SameStart
-from moesim.sim.replay import Replay
+from moesim.runs.setup import load_artefacts
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from moesim.engine.observers import Observer
     from moesim.hwprofiles.costs import Costs
-    from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.base import CachePolicy
-    from moesim.policies.run_context import Future
+    from moesim.policies.run_context import Future, RunContext
     from moesim.policies.sizes import MemoryPlan
     from moesim.policies.systems import Policies
+    from moesim.runs.setup import Setup
     from moesim.sim.results import ReplayResult
-    from moesim.traces.format.batch import RoutedStep
-    from moesim.traces.format.schema import ModelShape
 
 EVICTION = "eviction"
 ASSIGNMENT = "assignment"
@@ -57,163 +54,136 @@ scheduled objective knows that copies follow each other on a link.
 FREE = "in no time"
 
 
-def without_planning(costs: Costs) -> Costs:
-    """The same costs, with decisions that take no time."""
-    free = copy(costs)
-    vars(free).update(planning_terms=lambda *_, **__: (0.0,) * 4)
-    return free
+class SameStart(DelegatingCache):
+    """One policy's rules from another one's initial content."""
+
+    def __init__(self, rule: CachePolicy, start_of: CachePolicy) -> None:
+        super().__init__(rule)
+        # Whatever the rules are, they must be given the future to hand it on.
+        self.oracle = True  # type: ignore[misc] # for this pair of rules
+        self.start_of = start_of
+        self.needs = (*rule.needs, *start_of.needs)
+
+    def start(self, context: RunContext) -> None:
+        """Start both."""
+        # Its random draws and calibration may decide what it begins with.
+        self.start_of.start(context_for(self.start_of, context))
+        super().start(context)
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
+        """Return what the other one would begin with."""
+        return self.start_of.initial(capacity_slots)
+
+
+def cache_of(spec: str) -> CachePolicy:
+    """A fresh cache policy."""
+    return cast("CachePolicy", resolve(spec, "cache"))
 
 
 @dataclass(frozen=True, slots=True)
 class MixReplays:
-    """One trace on one machine, replayed with any of a policy's parts replaced.
+    """One run, replayed with any of its policy's parts replaced.
 
     Attributes:
-        shape: the model.
-        profile: the machine.
-        costs: its seconds.
-        memory: sizes of memories, the same for all mixes.
-        system: the policy under study.
-        passes: gives the forward passes anew.
+        setup: trace, machine, memories and the policy under study.
+        walk: walks a planner through the trace.
         future: of the same passes.
         ceiling: what parts are replaced by.
-        host_cache: cache policy of limited host memory; never replaced.
-        seed: for policies that draw.
-        calibration: activation counts float64 [L, E] that may fill caches.
-        extras: calibration artefacts by name.
-        walk: carries a planner through the same passes; None takes them one by one.
     """
 
-    shape: ModelShape
-    profile: HardwareProfile
-    costs: Costs
-    memory: MemoryPlan
-    system: System
-    passes: Callable[[], Iterable[RoutedStep]]
+    setup: Setup
+    walk: Callable[[Planner, Timeline], ReplayResult]
     future: Future
     ceiling: System = CEILING
-    host_cache: str = "lru"
-    seed: int = 0
-    calibration: np.ndarray | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    walk: Callable[[Planner, Timeline], ReplayResult] | None = None
 
-    def specifications(self) -> dict[str, str]:
-        """Part -> specification under study; planning is named after the assignment it
-        is charged for.
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """Part -> its specification and its substitute, where they differ; planning is
+        named after the assignment it is charged for, and always replaced.
         """
-        system = self.system
-        return {
-            EVICTION: system.cache,
-            ASSIGNMENT: system.assignment,
-            PREFETCH: system.prefetch,
-            PLANNING: system.assignment.partition(":")[0],
+        ours, theirs = self.setup.system, self.ceiling
+        parts = {
+            EVICTION: (ours.cache, theirs.cache),
+            ASSIGNMENT: (ours.assignment, theirs.assignment),
+            PREFETCH: (ours.prefetch, theirs.prefetch),
+            PLANNING: (ours.assignment.partition(":")[0], FREE),
         }
-
-    def substitutes(self) -> dict[str, str]:
-        """Part -> its substitute, for parts that differ from theirs; planning always
-        does.
-        """
         # A part that is its own substitute would double the replays for nothing.
-        ceiling = self.ceiling
-        of_ceiling = {
-            EVICTION: ceiling.cache,
-            ASSIGNMENT: ceiling.assignment,
-            PREFETCH: ceiling.prefetch,
-            PLANNING: FREE,
-        }
-        under_study = self.specifications()
-        return {
-            part: substitute
-            for part, substitute in of_ceiling.items()
-            if substitute != under_study[part]
-        }
+        return {part: both for part, both in parts.items() if both[0] != both[1]}
 
-    def replay_s(
-        self,
-        mix: Mapping[str, str],
-        grades: Grades | None = None,
-        *,
-        observer: Observer | None = None,
-    ) -> float:
+    def replay_s(self, mix: Mapping[str, str], *observers: Observer) -> float:
         """Return the makespan with some parts replaced, in virtual seconds.
 
         A replaced cache starts with what the policy's own cache starts with, so only
         evictions and admissions differ. Decisions are charged as those of the policy's
-        own assignment unless planning is replaced.
+        own assignment unless planning is replaced. The cache of limited host memory is
+        never replaced.
 
         Args:
             mix: part -> its substitute; other parts stay.
-            grades: collects the quality of every assignment.
-            observer: of the assignment policy's answers.
+            observers: of the assignment policy's answers.
 
         Raises:
             PolicyError: a policy answered something illegal.
         """
-        policies = self._policies(mix)
-        for watching in (grades, observer):
-            if watching is not None:
-                policies.assignment = observed_policy(
-                    policies.assignment, watching, calls=("assign",)
-                )
-        return self._run(policies, self.memory, free=PLANNING in mix)
+        ours = self.setup.system
+        system = replace(
+            ours,
+            assignment=mix.get(ASSIGNMENT, ours.assignment),
+            prefetch=mix.get(PREFETCH, ours.prefetch),
+        )
+        host_cache = self.setup.config.host_cache if self.setup.memory.host else None
+        policies = system.build(gpus=self.setup.profile.gpus, host_cache=host_cache)
+        # Planning seconds are looked up by this name.
+        policies.names = {**policies.names, "assignment": ours.assignment}
+        if EVICTION in mix:
+            # One instance per GPU: caches keep state of their own.
+            policies.caches = [
+                SameStart(cache_of(mix[EVICTION]), cache) for cache in policies.caches
+            ]
+        for observer in observers:
+            policies.assignment = observed_policy(
+                policies.assignment, observer, calls=("assign",)
+            )
+        return self._run(policies, self.setup.memory, free=PLANNING in mix)
 
     def ceiling_s(self) -> float:
         """Return the makespan with all parts replaced."""
-        return self.replay_s(self.substitutes())
+        return self.replay_s({part: both[1] for part, both in self.parts().items()})
 
     def resident_s(self) -> float:
         """Return the makespan if all experts were on the GPUs from the start, with the
         ceiling's assignment and no planning time.
         """
-        all_experts = CacheSize.for_model(self.shape, ratio=1.0)
-        memory = replace(self.memory, gpu=all_experts, host=None)
+        all_experts = CacheSize.for_model(self.setup.shape, ratio=1.0)
+        memory = replace(self.setup.memory, gpu=all_experts, host=None)
         # A static cache is filled from the start, and asks for no copy.
         system = System(assignment=self.ceiling.assignment, cache="static:fill=lowest")
-        policies = system.build(gpus=self.profile.gpus, host_cache=None)
+        policies = system.build(gpus=self.setup.profile.gpus, host_cache=None)
         return self._run(policies, memory, free=True)
 
-    def _policies(self, mix: Mapping[str, str]) -> Policies:
-        system = self.system
-        if ASSIGNMENT in mix:
-            system = replace(system, assignment=mix[ASSIGNMENT])
-        if PREFETCH in mix:
-            system = replace(system, prefetch=mix[PREFETCH])
-        policies = system.build(
-            gpus=self.profile.gpus,
-            host_cache=self.host_cache if self.memory.host else None,
-        )
-        # Planning seconds are looked up by this name.
-        policies.names = {**policies.names, "assignment": self.system.assignment}
-
-        if EVICTION in mix:
-            # One instance per GPU: caches keep state of their own.
-            spec = mix[EVICTION]
-            policies.caches = [
-                SameStart(cast("CachePolicy", resolve(spec, "cache")), cache)
-                for cache in policies.caches
-            ]
-        return policies
-
     def _run(self, policies: Policies, memory: MemoryPlan, *, free: bool) -> float:
-        costs = without_planning(self.costs) if free else self.costs
+        setup = self.setup
         planner = Planner(
-            self.shape,
-            costs,
+            setup.shape,
+            without_planning(setup.costs()) if free else setup.costs(),
             policies,
             memory,
-            seed=self.seed,
+            seed=setup.config.seed,
             future=self.future,
-            calibration=self.calibration,
-            extras=self.extras,
+            calibration=setup.calibration,
+            extras=load_artefacts(setup.config.artefacts),
         )
-        timeline = Timeline(self.profile.lanes)
-        if self.walk is not None:
-            result = self.walk(planner, timeline)
-        else:
-            result = Replay(self.profile, planner, timeline).run(self.passes())
+        timeline = Timeline(setup.profile.lanes)
+        result = self.walk(planner, timeline)
         timeline.close()
         return result.makespan_s
+
+
+def without_planning(costs: Costs) -> Costs:
+    """The same costs, with decisions that take no time."""
+    free = copy(costs)
+    vars(free).update(planning_terms=lambda *_, **__: (0.0,) * 4)
+    return free
 
 
 PROVEN = 1e-9
@@ -237,8 +207,8 @@ class Grades:
             too small.
     """
 
-    modelled: array[float] = field(default_factory=lambda: array("d"))
-    scheduled: array[float] = field(default_factory=lambda: array("d"))
+    modelled: list[float] = field(default_factory=list)
+    scheduled: list[float] = field(default_factory=list)
     chosen_s: float = 0.0
     least_s: float = 0.0
     unproven: int = 0

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from bisect import bisect_left
-from dataclasses import asdict, dataclass, replace
-from statistics import fmean, median
+from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -48,39 +47,13 @@ BASELINES = (*CAUSAL_BASELINES, BOUND)
 RATIOS = (0.125, 0.25, 0.5)
 
 
-@dataclass(slots=True)
-class CacheEvaluation:
-    """How one policy evicted. Evictions, unless said otherwise; every rate is None
-    where there were none.
-
-    Attributes:
-        policy: specification.
-        hit_rate: hits over accesses.
-        evictions: how many.
-        optimal: share whose victim is used no sooner than any expert that could have
-            left instead (ties are optimal): what Belady would have done with the same
-            cache.
-        refetch_5: share whose victim is used again within five steps.
-        delay_steps: steps between the first eviction of an expert by Belady on this
-            trace and the eviction that ends the same stay here, mean over stays that
-            ended later than Belady's.
-    """
-
-    policy: str
-    hit_rate: float | None
-    evictions: int
-    optimal: float | None
-    refetch_5: float | None
-    delay_steps: float | None
-
-
 def evaluate(
     policies: Iterable[str],
     steps: Iterable[RoutedStep],
     shape: ModelShape,
     slots: int,
     artefacts: Mapping[str, Any],
-) -> list[CacheEvaluation]:
+) -> list[dict[str, Any]]:
     """Let each policy drive the cache alone on the same steps.
 
     Args:
@@ -89,6 +62,13 @@ def evaluate(
         shape: the model.
         slots: per layer.
         artefacts: what learned policies look for.
+
+    Returns:
+        For each ``policy`` its ``hit_rate``, its ``evictions``, and of these, None
+        where there were none: ``optimal``, the share whose victim is used no sooner
+        than any expert that could have left instead (ties are optimal), as Belady would
+        have done with the same cache; ``refetch_5``, the share whose victim is used
+        again within five steps; ``delay_steps`` (`mean_delay`).
 
     Raises:
         PolicyError: an unknown policy, a network that does not fit, or a policy that
@@ -113,20 +93,19 @@ def evaluate(
 
     # Delays are held against Belady with the same duty to admit.
     belady, _ = record(BOUND)
-    evaluations = []
+    rows = []
     for spec in policies:
         recorder, hit_rate = record(spec)
-        evaluations.append(
-            CacheEvaluation(
-                spec,
-                hit_rate,
-                evictions=recorder.evictions,
-                optimal=_share(recorder.optimal, recorder.evictions),
-                refetch_5=_share(recorder.soon, recorder.evictions),
-                delay_steps=mean_delay(recorder.stays, belady.stays),
-            )
-        )
-    return evaluations
+        row = {
+            "policy": spec,
+            "hit_rate": hit_rate,
+            "evictions": recorder.evictions,
+            "optimal": _share(recorder.optimal, recorder.evictions),
+            "refetch_5": _share(recorder.soon, recorder.evictions),
+            "delay_steps": mean_delay(recorder.stays, belady.stays),
+        }
+        rows.append(row)
+    return rows
 
 
 def per_request(
@@ -189,17 +168,16 @@ def report(
     """
     shape = trace.shape
     artefacts = {LEARNED: trained._asdict()}
-    sizes = []
-    for count in slots:
-        evaluations = evaluate((LEARNED, *BASELINES), held_out, shape, count, artefacts)
-        sizes.append(
-            {
-                "slots": count,
-                "ratio": count / shape.experts,
-                "policies": [asdict(evaluation) for evaluation in evaluations],
-                "per_request": per_request(held_out, trained, count),
-            }
-        )
+    policies = (LEARNED, *BASELINES)
+    sizes = [
+        {
+            "slots": count,
+            "ratio": count / shape.experts,
+            "policies": evaluate(policies, held_out, shape, count, artefacts),
+            "per_request": per_request(held_out, trained, count),
+        }
+        for count in slots
+    ]
     return {
         "trace": trace.path.name,
         "trace_digest": trace.digest(),
@@ -312,8 +290,8 @@ class EvictionRecorder:
 
     Attributes:
         step: of the accesses before; admissions and evictions carry none.
-        stays: flat key -> (first step, last step) of each finished stay in the cache,
-            in order; -1 where it was there from the start.
+        stays: flat key, first and last step of each finished stay in the cache, in
+            order; -1 where it was there from the start.
         evictions: how many.
         optimal: those that were the best choice.
         soon: those of experts used again within `SOON_STEPS`.
@@ -331,7 +309,7 @@ class EvictionRecorder:
                 "a policy that declines admissions cannot be compared with those that"
                 " admit every miss"
             )
-        self.stays: dict[int, list[tuple[int, int]]] = {}
+        self.stays: list[tuple[int, int, int]] = []
         self.evictions = 0
         self.optimal = 0
         self.soon = 0
@@ -349,8 +327,7 @@ class EvictionRecorder:
                 self._entered[arguments[0]] = self.step
             case "evicted":
                 (key,) = arguments
-                stay = (self._entered.pop(key, -1), self.step)
-                self.stays.setdefault(key, []).append(stay)
+                self.stays.append((key, self._entered.pop(key, -1), self.step))
             case "victims":
                 _, candidates, chosen = arguments
                 self._judge(np.array(chosen), np.array(candidates))
@@ -376,42 +353,37 @@ class EvictionRecorder:
 
 
 def mean_delay(
-    stays: Mapping[int, Sequence[tuple[int, int]]],
-    belady: Mapping[int, Sequence[tuple[int, int]]],
+    stays: Sequence[tuple[int, int, int]], belady: Sequence[tuple[int, int, int]]
 ) -> float | None:
-    """Return how many steps, on average, experts overstay; None if none does.
+    """Return how many steps, on average, experts overstay; None if none does: from the
+    first eviction of an expert by Belady during a stay to the end of that stay.
 
     Args:
-        stays: key -> (first, last step) of each finished stay.
+        stays: key, first and last step of each finished stay.
         belady: the same under Belady.
-
-    Source: see `moesim.questions.learned_cache.CacheEvaluation.delay_steps`.
     """
-    delays = []
-    for key, of_expert in stays.items():
-        belady_ends = [last for _, last in belady.get(key, ())]
-        for first, last in of_expert:
-            # Belady's first eviction of this expert since the stay began.
-            row = bisect_left(belady_ends, first)
-            if row < len(belady_ends) and belady_ends[row] < last:
-                delays.append(last - belady_ends[row])
-    return fmean(delays) if delays else None
+    names = ["key", "first", "last"]
+    ours, theirs = (
+        pd.DataFrame(each, columns=names, dtype=np.int64) for each in (stays, belady)
+    )
+    ends = pd.merge_asof(
+        ours.sort_values("first"),
+        theirs[["key", "last"]].sort_values("last"),
+        left_on="first",
+        right_on="last",
+        by="key",
+        direction="forward",
+        suffixes=("", "_belady"),
+    )
+    delays = ends["last"] - ends["last_belady"]
+    delays = delays[delays > 0]
+    return float(delays.mean()) if len(delays) else None
 
 
 NEAR = 0.1
 """A cut moves to the beginning of a sequence that lies within this share of the
 trace.
 """
-
-
-def all_passes(
-    trace: Trace, *, batch: int = 1, steps: int | None = None
-) -> list[RoutedStep]:
-    """Take the forward passes of a trace, or the first `steps`, for training and
-    judging: they are walked again and again, and small beside what is learned from
-    them.
-    """
-    return list(compose(trace, batch=batch, steps=steps))
 
 
 def split(
@@ -432,7 +404,7 @@ def split(
     Raises:
         TraceError: nothing would be left of one part.
     """
-    passes = all_passes(trace, batch=batch, steps=steps)
+    passes = list(compose(trace, batch=batch, steps=steps))
     count = len(passes)
     target = round(count * (1.0 - held_out))
     # A new group of sequences begins where the number of the batch changes.

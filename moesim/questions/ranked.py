@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ import pandas as pd
 
 from moesim.base.options import default_of, flag_of, option_of
 from moesim.base.units import format_bytes, is_missing, ms, number, percent
-from moesim.questions.lanes import course_drawn, placement_drawn, run_sections
+from moesim.questions.timeline import course_drawn, placement_drawn, run_sections
 from moesim.reporting.answers import Answer
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
 from moesim.reporting.parts import (
@@ -36,9 +35,9 @@ from moesim.reporting.parts import (
 )
 from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.sweeps.ranking import (
+    LEAST_LEAD,
     LEAST_SAMPLES,
-    axes_of,
-    cell_axes,
+    candidate,
     competing_axes,
     ranking,
 )
@@ -49,10 +48,6 @@ if TYPE_CHECKING:
 
     from moesim.runs.result import Run
 
-LEAST_LEAD = 0.01
-"""Share of the time by which a run must be ahead of another to be called faster, where
-the profile does not state how well it predicts.
-"""
 MOST_CELLS = 40
 """Settings that a terminal shows one by one; a page and the table hold all of them."""
 
@@ -82,12 +77,6 @@ _SHOWN = (
 """Metrics of a table of runs, in order; figures can show those that are numbers."""
 
 
-def candidate(row: Mapping[Any, Any], axes: Sequence[str]) -> str:
-    """What competes in a run, in words: ``greedy+lru``."""
-    parts = [axis_value(name, row[name]) for name in competing_axes(axes)]
-    return "+".join(part for part in parts if part != "default")
-
-
 def axis_value(name: str, value: Any) -> str:
     """What a report calls a value of an axis: ``8.0 GiB``, ``12.5 %``, ``default``."""
     if value is None or value != value:  # noqa: PLR0124 - NaN is not itself
@@ -105,54 +94,6 @@ def axis_value(name: str, value: Any) -> str:
     return Path(text).stem if name == "trace" else text
 
 
-def ranked_runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rank the policies of a sweep or comparison wherever they compete.
-
-    Args:
-        frame: of `moesim.sweep`; with ``details=True`` times have intervals.
-
-    Returns:
-        What `moesim.ranking` returns, and all figures of the runs: means over
-        repetitions. ``tied`` also counts leads that no model of a machine can tell: by
-        less than its profile states, or 1 %. ``fastest`` marks the first of each
-        setting that sees the past only.
-    """
-    axes: list[str] = frame.attrs.get("axes") or axes_of(frame)
-    cells = cell_axes(axes)
-    keys = [*cells, "candidate"]
-    runs = _numbered(frame, axes)
-    if "batch_decode_tokens" not in frame:
-        # Each run is one sample, which gives no interval.
-        samples: Any = {
-            "batch_decode_s": [[seconds] for seconds in frame["tpot_s"]],
-            "batch_decode_tokens": [[1]] * len(frame),
-            "batch_makespan_s": [[seconds] for seconds in frame["makespan_s"]],
-        }
-        frame = frame.assign(**samples)
-    table = ranking(frame)
-    ways = {
-        name: "mean" if runs[name].dtype.kind == "f" else "first"
-        for name in runs.columns
-        if name not in {*table.columns, *keys}
-    }
-    means = runs.groupby(keys, sort=False, dropna=False).agg(ways).reset_index()
-    ranked = table.merge(means, on=keys, how="left")
-    needed = ranked["prediction_error"].astype(float).fillna(LEAST_LEAD).clip(lower=0)
-    ranked["tied"] |= ~ranked["oracle"] & (ranked["behind"] <= needed)
-    causal = ranked[~ranked["oracle"]]
-    first = causal.drop_duplicates(cells) if cells else causal.head(1)
-    ranked["fastest"] = ranked.index.isin(first.index)
-    ranked.attrs |= table.attrs
-    return ranked
-
-
-def _numbered(frame: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
-    """The runs with what competes in them, and their numbers."""
-    rows = frame.reset_index(drop=True)
-    words = [candidate(row, axes) for row in rows.to_dict("records")]
-    return rows.assign(candidate=words, run=rows.index)
-
-
 def ranked_answer(
     frame: pd.DataFrame,
     runs: Mapping[Any, Run] | None = None,
@@ -163,25 +104,30 @@ def ranked_answer(
     Args:
         frame: of `moesim.sweep`, with ``details=True``.
         runs: with their timelines, for the page; None for none.
-        table: of `ranked_runs`; None makes it.
+        table: of `moesim.ranking`; None makes it.
     """
-    table = ranked_runs(frame) if table is None else table
+    table = ranking(frame) if table is None else table
     cells: list[str] = table.attrs["cells"]
     shown = table[[n for n in table.columns if n not in (*DETAILS, "run")]]
     winners = table.loc[table["fastest"], [*cells, "candidate"]]
     traces = map(trace_words, frame["trace"], frame["trace_digest"])
     models, machines = (", ".join(frame[name].unique()) for name in ("model", "hw"))
+    figures: dict[str, Any] = {
+        "times" if cells else "policies": lambda: _times_drawn(table),
+        "memory": lambda: _memory_drawn(table),
+    }
+    if runs is not None and not cells:
+        figures["passes"] = lambda: course_drawn(runs)
     answer = Answer(
         question=f"which policy is fastest{' where' if cells else ''}?",
         subject=f"{models} on {machines}",
         setting=_setting(frame, table, models, machines),
-        tables=[_policies_table(table)],
+        tables=[_winners(table), _how_often(table)]
+        if cells
+        else [_policies_table(table)],
         sentences=_sentences(table, runs),
         notes=_notes(table, runs),
-        figures={
-            "times" if cells else "policies": lambda: _times_drawn(table),
-            "memory": lambda: _memory_drawn(table),
-        },
+        figures=figures,
         data={
             "fastest": records(winners.rename(columns={"candidate": "policy"})),
             "table": records(shown),
@@ -189,16 +135,12 @@ def ranked_answer(
         all_rows=shown,
         sources={"trace": "; ".join(dict.fromkeys(traces))},
     )
-    if cells:
-        answer.tables = [_winners(table), _how_often(table)]
     if "lanes" in frame:
         listed = [line for text in frame["warnings"] for line in json.loads(text)]
         answer.warnings = list(dict.fromkeys(listed))
         answer.on_page = lambda: _sections(frame, table, runs)
     if runs is not None:
         answer.data |= _runs_data(table, runs)
-        if not cells:
-            answer.figures["passes"] = lambda: course_drawn(runs)
         configs = {str(name): run.config for name, run in runs.items()}
         answer.settings = json.dumps(configs, indent=1)
     return answer
@@ -257,12 +199,6 @@ def time_words(table: pd.DataFrame) -> str:
     return "per token" if table.attrs["measure"] == "tpot_s" else "over the whole run"
 
 
-def _count(table: pd.DataFrame) -> int:
-    """Number of settings."""
-    cells: list[str] = table.attrs["cells"]
-    return len(table[cells].drop_duplicates()) if cells else 1
-
-
 # Sentences.
 
 
@@ -272,10 +208,10 @@ def _sentences(table: pd.DataFrame, runs: Mapping[Any, Run] | None) -> list[str]
     words = f"fastest {time_words(table)}"
     if causal.empty:
         return ["every policy sees the future, so none is a rival"]
-    if (count := _count(table)) > 1:
-        cells: list[str] = table.attrs["cells"]
+    cells: list[str] = table.attrs["cells"]
+    if cells and (count := len(table[cells].drop_duplicates())) > 1:
         tied = table[table["tied"]].groupby(cells, sort=False, dropna=False)
-        wins = Counter(tied["candidate"].agg(" = ".join)).most_common()
+        wins = tied["candidate"].agg(" = ".join).value_counts().items()
         return [f"{words}: {', '.join(f'{who} in {n} of {count}' for who, n in wins)}"]
     best = causal.iloc[0].to_dict()
     name = best["candidate"]
@@ -439,57 +375,54 @@ def _metric_columns(table: pd.DataFrame) -> list[Column]:
 def _winners(table: pd.DataFrame) -> Listing:
     """A row for each setting: who is fastest there, and the time of everybody."""
     cells: list[str] = table.attrs["cells"]
-    rows = []
-    for _, cell in _worded(table, cells).groupby(cells, sort=False):
-        rivals = cell[~cell["oracle"]]
-        slower = rivals[~rivals["tied"]]
-        first = cell.iloc[0]
-        rows.append(
-            {
-                **first[[*cells, "run"]],
-                # In the order of their times, which is no order for certain.
-                "fastest": " = ".join(rivals.loc[rivals["tied"], "candidate"])
-                or first["candidate"],
-                "lead": slower["behind"].min() if len(slower) else None,
-                "second": slower["candidate"].iloc[0] if len(slower) else "",
-                **dict(zip(cell["candidate"], cell["seconds"], strict=True)),
-            }
-        )
-    policies = table["candidate"].unique()
+    rows = _worded(table, cells)
+    tied = rows[rows["tied"]].groupby(cells, sort=False)
+    slower = rows[~rows["tied"] & ~rows["oracle"]].groupby(cells, sort=False)
+    frame = rows.groupby(cells, sort=False)[["run", "candidate"]].first()
+    # In the order of their times, which is no order for certain.
+    frame["fastest"] = tied["candidate"].agg(" = ".join)
+    frame["fastest"] = frame["fastest"].fillna(frame["candidate"])
+    frame["lead"] = slower["behind"].first()
+    frame["second"] = slower["candidate"].first()
+    times = rows.pivot_table(index=cells, columns="candidate", values="seconds")
+    frame = frame.drop(columns="candidate").join(times)
     columns = [
         *map(column, cells),
         Column("fastest", "fastest"),
         Column("lead", "ahead by", "share"),
         Column("second", "second"),
-        *(Column(name, name, "s") for name in policies),
+        *(Column(name, name, "s") for name in rows["candidate"].unique()),
     ]
-    few = len(rows) <= MOST_CELLS
     return Listing(
-        pd.DataFrame(rows),
+        frame.reset_index(),
         columns,
         title=f"Who is fastest where, and time {time_words(table)}",
         note="Ties are in the order of their times.",
         lead=len(cells),
-        opens=[row["run"] for row in rows],
-        printed=few,
+        opens=frame["run"].tolist(),
+        printed=len(frame) <= MOST_CELLS,
     )
 
 
 def _how_often(table: pd.DataFrame) -> Listing:
     """A row for each policy: how often it wins, and how far behind it is elsewhere."""
-    tied = table[table["tied"]]
-    alone = tied[~tied.duplicated(table.attrs["cells"], keep=False)]
-    frame = table.groupby("candidate", sort=False).agg(
-        median=("behind", "median"), worst=("behind", "max"), oracle=("oracle", "any")
+    cells: list[str] = table.attrs["cells"]
+    ties = table.groupby(cells, dropna=False)["tied"].transform("sum")
+    rows = table.assign(
+        alone=table["tied"] & (ties == 1), shared=table["tied"] & (ties > 1)
+    )
+    frame = rows.groupby("candidate", sort=False).agg(
+        alone=("alone", "sum"),
+        shared=("shared", "sum"),
+        median=("behind", "median"),
+        worst=("behind", "max"),
+        oracle=("oracle", "any"),
     )
     frame = frame.sort_values("median", kind="stable").reset_index()
-    won, first = (
-        frame["candidate"].map(part["candidate"].value_counts()).fillna(0).astype(int)
-        for part in (tied, alone)
-    )
-    frame["alone"] = [f"{count} of {_count(table)}" for count in first]
-    frame["shared"] = (won - first).astype(str)
-    frame.loc[frame["oracle"], ["alone", "shared"]] = ["sees the future", ""]
+    count = len(table[cells].drop_duplicates())
+    words = frame.astype({"alone": str, "shared": str})
+    words["alone"] += f" of {count}"
+    words.loc[frame["oracle"], ["alone", "shared"]] = ["sees the future", ""]
     columns = [
         column("candidate"),
         Column("alone", "fastest"),
@@ -497,7 +430,7 @@ def _how_often(table: pd.DataFrame) -> Listing:
         Column("median", "behind, median", "share"),
         Column("worst", "behind, worst", "share"),
     ]
-    return Listing(frame, columns, title="How often")
+    return Listing(words, columns, title="How often")
 
 
 # Figures.
@@ -506,33 +439,29 @@ def _how_often(table: pd.DataFrame) -> Listing:
 _SCALES = {"s": (1e3, "ms"), "bytes": (1 / GIB, "GiB"), "share": (1, "")}
 
 
-def _scaled(table: pd.DataFrame, name: str, *, zero: bool) -> tuple[pd.Series, Axis]:
-    """A column in a unit that people read, and an axis for it."""
-    each = column(name)
-    scale, unit = _SCALES.get(each.unit, (1, each.unit))
-    unit = "share of all experts" if name == "cache_ratio" else unit
-    words = f"{each.head}, {unit}" if unit else each.head
-    form = ".0%" if each.unit == "share" else ""
-    return scale * table[name].astype(float), Axis(name, words, form, zero=zero)
-
-
-def _drawn(table: pd.DataFrame) -> tuple[pd.DataFrame, Axis, dict[str, Any]]:
-    """Rows in units that people read, the axis of the time that decides, and what all
-    figures have in common.
+def _drawn(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, Axis], dict[str, Any]]:
+    """Rows in units that people read, axes of their numbers, the first of the time that
+    decides, and what all figures have in common.
     """
     rows = table.assign(words=[ms(value) for value in table["seconds"]])
-    time = Axis("seconds", f"ms {time_words(table)}", zero=True)
-    measures = [time]
-    for each in _metric_columns(table):
-        if each.unit and table[each.name].notna().any():
-            rows[each.name], axis = _scaled(table, each.name, zero=True)
-            measures.append(axis)
-    ends = ["low_s", "high_s"]
-    rows[["seconds", *ends]] = 1e3 * table[["seconds", *ends]]
-    low, high = ends if table["low_s"].notna().any() else (None, None)
+    times = ["seconds", "low_s", "high_s"]
+    rows[times] *= 1e3
+    axes = {"seconds": Axis("seconds", f"ms {time_words(table)}", zero=True)}
+    for each in [*_metric_columns(table), *map(column, table.attrs["cells"])]:
+        values = table[each.name]
+        if values.dtype.kind not in "iuf" or values.isna().all():
+            continue
+        scale, unit = _SCALES.get(each.unit, (1, each.unit))
+        unit = "share of all experts" if each.name == "cache_ratio" else unit
+        words = f"{each.head}, {unit}" if unit else each.head
+        form = ".0%" if each.unit == "share" else ""
+        rows[each.name] = scale * values.astype(float)
+        axes[each.name] = Axis(each.name, words, form, zero=True)
+    low, high = times[1:] if table["low_s"].notna().any() else (None, None)
+    measures = [axis for name, axis in axes.items() if name not in table.attrs["cells"]]
     hollow = frozenset(table.loc[table["oracle"], "candidate"])
     common = {"dashed": hollow, "low": low, "high": high, "measures": measures}
-    return rows, time, common
+    return rows, axes, common
 
 
 def _foreseeing(common: Mapping[str, Any], looks: str) -> str:
@@ -545,19 +474,18 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
     values, with a panel for each combination of the others.
     """
     cells: list[str] = table.attrs["cells"]
-    rows, time, common = _drawn(table)
+    rows, axes, common = _drawn(table)
+    time = axes["seconds"]
     if not cells:
-        shown = [
-            (axis.column, axis.words, axis.form or ".4~g")
-            for axis in common["measures"][1:]
-        ]
+        others = common["measures"][1:]
         policies = names("candidate", "", table["candidate"])
         # Room for the words beside the longest bar.
         longest = float(np.nanmax(rows[["seconds", "high_s"]].to_numpy(float)))
         time = replace(time, limits=(0.0, 1.3 * longest))
         return Figure(
             rows, time, policies, "Time of every policy", mark="bar", text="words",
-            hover=shown, **common,
+            hover=[(each.column, each.words, each.form or ".4~g") for each in others],
+            **common,
         )  # fmt: skip
     memory = [name for name in cells if name in MEMORY_AXES]
     across = memory[0] if memory else max(cells, key=lambda n: table[n].nunique())
@@ -570,13 +498,11 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
             )
         )
         rows["panel"] = named.agg(", ".join, axis=1)
-    values = table[across]
-    is_number = column(across).unit or values.dtype.kind in "iuf"
-    if is_number and values.notna().all():
-        rows[across], x = _scaled(table, across, zero=False)
+    if across in axes and table[across].notna().all():
         rows = rows.sort_values(across, kind="stable")
+        x = replace(axes[across], zero=False)
     else:
-        rows = _worded(rows, [across])
+        rows[across] = _worded(table, [across])[across]
         x = names(across, column(across).head, rows[across])
     return Figure(
         rows, x, time, f"Time of every policy{_foreseeing(common, 'dashed')}",
@@ -587,13 +513,14 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
 def _memory_drawn(table: pd.DataFrame) -> Figure:
     """A point for each run: time over the memory that it takes."""
     cells: list[str] = table.attrs["cells"]
-    rows, time, common = _drawn(_worded(table, cells))
+    rows, axes, common = _drawn(table)
+    rows[cells] = _worded(table, cells)[cells]
     taken = table["gpu_bytes"].astype(float)
     unit, words = (GIB, "GiB") if taken.max() >= GIB else (2**20, "MiB")
     return Figure(
         rows.assign(memory=taken / unit),
         Axis("memory", f"GPU memory that the run takes, {words}"),
-        replace(time, zero=False),
+        replace(axes["seconds"], zero=False),
         f"Time over memory of the GPU{_foreseeing(common, 'hollow')}",
         mark="point",
         series="candidate",
@@ -627,10 +554,16 @@ def _sections(
 def _runs_beside(frame: pd.DataFrame, table: pd.DataFrame) -> list[Section]:
     """Time over memory, and the run that is chosen beside another."""
     cells: list[str] = table.attrs["cells"]
-    runs = _numbered(frame, table.attrs["axes"])
-    seconds = runs[table.attrs["measure"]].astype(float)
-    runs = runs.assign(seconds=seconds, low_s=np.nan, high_s=np.nan)
-    runs.attrs = dict(table.attrs)
+    runs = frame.reset_index(drop=True)
+    competing = competing_axes(table.attrs["axes"])
+    runs = runs.assign(
+        run=runs.index,
+        candidate=[candidate(row, competing) for row in runs.to_dict("records")],
+        seconds=runs[table.attrs["measure"]].astype(float),
+        low_s=np.nan,
+        high_s=np.nan,
+    )
+    runs.attrs = table.attrs
     words = _worded(runs, cells)
     parts = {}
     for name in (*cells, "candidate"):
@@ -736,7 +669,7 @@ def _lanes_drawn(frame: pd.DataFrame) -> Figure:
         Axis("to", "share of the run", ".0%", limits=(0, 1)),
         names("lane", "", table["lane"]),
         "What every lane did",
-        mark="span",
+        mark="bar",
         series="what",
         colours={"busy": GPU, "waits for copies": QUIET},
         start="from",

@@ -47,12 +47,12 @@ def run_answer(run: Run) -> Answer:
     if not any(True for _ in run.timeline.step_chunks()):
         return answer
     # They need pandas, half a second that figures alone need not cost.
-    from moesim.questions.lanes import (  # noqa: PLC0415
+    from moesim.questions.timeline import (  # noqa: PLC0415
         course_drawn,
         placement_drawn,
         run_sections,
+        step_drawn,
     )
-    from moesim.questions.timeline import step_drawn  # noqa: PLC0415
 
     answer.figures = {
         "step": partial(step_drawn, run),

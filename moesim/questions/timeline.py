@@ -1,5 +1,5 @@
-"""Timelines of runs for pages and notebooks: every operation, why it was done, and what
-it waited for.
+"""What runs did: every operation, why it was done and what it waited for; which expert
+was where; each decode pass. A page of several runs shows two of them under each other.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from moesim.base.options import ConfigError
 from moesim.base.units import format_bytes, ms
 from moesim.policies.base import PolicyError
 from moesim.reporting.figures import CPU, GPU, Axis, Figure, names
-from moesim.reporting.parts import Choice
+from moesim.reporting.parts import Choice, Section, Shown, Spans
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from moesim.runs.result import Run
 
 MOST_SPANS = 120_000
 """Operations that a page holds: more would make it larger than 5 MB."""
+
+MOST_POINTS = 400
+"""Points of a line: more of them are averaged, since they could not be told apart."""
 
 NS_PER_S = 1e9
 
@@ -38,18 +42,16 @@ KINDS = {
 }
 """Colours of the kinds of operations."""
 
-_REASONS = (
-    "",
-    "its weights were resident",
-    "its weights were on their way",
-    "its weights were missing",
-    "the layer waits for it",
-    "expected to be needed soon",
-    "the cache asked for it",
-    "from SSD into host memory",
-)
-_OF_STATE = {"hit": 1, "delayed": 2, "miss": 3}
-_OF_KIND = {"fetch": 4, "prefetch": 5, "replace": 6, "read": 7}
+_REASONS = {
+    "hit": "its weights were resident",
+    "delayed": "its weights were on their way",
+    "miss": "its weights were missing",
+    "fetch": "the layer waits for it",
+    "prefetch": "expected to be needed soon",
+    "replace": "the cache asked for it",
+    "read": "from SSD into host memory",
+}
+"""Why a copy was made, by its kind; why a GPU computed, by the state of its access."""
 
 
 def spans_of(run: Run, steps: Sequence[int] | None = None) -> pd.DataFrame:
@@ -60,26 +62,29 @@ def spans_of(run: Run, steps: Sequence[int] | None = None) -> pd.DataFrame:
         steps: forward passes; None for all.
 
     Returns:
-        A row per operation in the order of their starts: the columns of a timeline,
-        ``reason`` (index into the reasons that pages print), and ``cause``: how many
-        rows earlier the operation stands whose end let this one start, 0 for none.
+        A row per operation in the order of their starts: the columns of a timeline;
+        ``start`` and ``end`` in nanoseconds; ``shown``, one of `KINDS`; ``reason``, in
+        words; and ``cause``: how many rows earlier the operation stands whose end let
+        this one start, 0 for none.
     """
-    spans = run.timeline.frame()
+    spans = run.timeline.frame().astype({"lane": str, "kind": str})
     if steps is not None:
         spans = spans[spans["step"].isin(steps)]
     spans = spans.sort_values(["start_s", "end_s"], kind="stable", ignore_index=True)
-    return spans.assign(reason=_reasons(run, spans), cause=_causes(spans))
+    ends = (NS_PER_S * spans[["start_s", "end_s"]]).round().astype(np.int64)
+    spans[["start", "end"]] = ends
+    computes = spans["kind"] == "compute"
+    on_cpu = spans["lane"] == "cpu"
+    spans["shown"] = spans["kind"].mask(computes & on_cpu, "compute on CPU")
 
-
-def _reasons(run: Run, spans: pd.DataFrame) -> np.ndarray:
-    kind = spans["kind"].astype(str)
-    accesses = run.timeline.access_frame()
     keys = ["step", "layer", "expert"]
-    states = accesses[keys].assign(state=accesses["state"].astype(str).map(_OF_STATE))
-    of_expert = spans[keys].merge(states, on=keys, how="left")["state"]
-    on_gpu = spans["lane"].astype(str).str.startswith("gpu")
-    reasons = kind.map(_OF_KIND).mask((kind == "compute") & on_gpu, of_expert)
-    return reasons.fillna(0).astype(int).to_numpy()
+    accesses = run.timeline.access_frame()[[*keys, "state"]].astype({"state": str})
+    states = spans[keys].merge(accesses, on=keys, how="left")["state"]
+    on_gpu = spans["lane"].str.startswith("gpu")
+    reasons = spans["kind"].mask(computes & on_gpu, states)
+    spans["reason"] = reasons.map(_REASONS).fillna("")
+    spans["cause"] = _causes(spans)
+    return spans
 
 
 def _causes(spans: pd.DataFrame) -> np.ndarray:
@@ -88,23 +93,16 @@ def _causes(spans: pd.DataFrame) -> np.ndarray:
     The copy of the same expert is preferred, then work of the same layer step, then
     what its own lane did before.
     """
-    table = spans[["step", "layer", "expert"]].assign(
-        lane=spans["lane"].astype(str),
-        row=np.arange(len(spans)),
-        start=np.rint(spans["start_s"] * NS_PER_S),
-        end=np.rint(spans["end_s"] * NS_PER_S),
-    )
+    same = ["step", "layer", "expert", "lane"]
+    table = spans[[*same, "start", "end"]].rename_axis("row").reset_index()
     pairs = table.merge(table, left_on="start", right_on="end", suffixes=("", "_by"))
     pairs = pairs[pairs["row_by"] < pairs["row"]]
-    lane, step, layer, expert = (
-        pairs[name] == pairs[f"{name}_by"]
-        for name in ("lane", "step", "layer", "expert")
-    )
+    step, layer, expert, lane = (pairs[name] == pairs[f"{name}_by"] for name in same)
     copied = expert & layer & (pairs["expert"] >= 0)
-    rank = 4 * copied + 2 * (step & layer) + lane
+    pairs["rank"] = 4 * copied + 2 * (step & layer) + lane
     order = ["row", "rank", "row_by"]
-    pairs = pairs.assign(rank=rank).sort_values(order, ascending=[True, False, True])
-    best = pairs.drop_duplicates("row")
+    best = pairs.sort_values(order, ascending=[True, False, True])
+    best = best.drop_duplicates("row")
     causes = np.zeros(len(spans), int)
     causes[best["row"]] = best["row"] - best["row_by"]
     return causes
@@ -112,38 +110,30 @@ def _causes(spans: pd.DataFrame) -> np.ndarray:
 
 def packed(run: Run, steps: Sequence[int]) -> dict[str, Any]:
     """The operations of some forward passes as a page carries them: columns of whole
-    numbers, starts as differences, nanoseconds.
+    numbers, starts as differences, nanoseconds; words by their places in lists.
     """
     spans = spans_of(run, steps)
-    starts = np.rint(spans["start_s"] * NS_PER_S).astype(np.int64).to_numpy()
-    ends = np.rint(spans["end_s"] * NS_PER_S).astype(np.int64).to_numpy()
-    sizes, which = np.unique(spans["bytes"], return_inverse=True)
-    kinds = list(KINDS)
-    lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
-    ends_of_steps = run.timeline.step_frame().set_index("step").loc[list(steps)]
-    ends_of_steps = (NS_PER_S * ends_of_steps[["start_s", "end_s"]]).round()
-    return {
-        "lanes": lanes,
-        "kinds": kinds,
-        "lane": spans["lane"].astype(str).map(lanes.index).tolist(),
-        "kind": _kind_names(spans).map(kinds.index).tolist(),
+    passes = run.timeline.step_frame().set_index("step").loc[list(steps)]
+    ends = (NS_PER_S * passes[["start_s", "end_s"]]).round().astype(np.int64)
+    columns: dict[str, Any] = {
         "layer": spans["layer"].tolist(),
         "expert": spans["expert"].tolist(),
-        "start": np.diff(starts, prepend=0).tolist(),
-        "length": (ends - starts).tolist(),
-        "sizes": [format_bytes(int(size)) if size else "" for size in sizes],
-        "bytes": which.tolist(),
-        "reasons": _REASONS,
-        "reason": spans["reason"].tolist(),
+        "start": np.diff(spans["start"], prepend=0).tolist(),
+        "length": (spans["end"] - spans["start"]).tolist(),
         "cause": spans["cause"].tolist(),
-        "steps": ends_of_steps.astype(int).reset_index().to_numpy().tolist(),
+        "steps": ends.reset_index().to_numpy().tolist(),
     }
-
-
-def _kind_names(spans: pd.DataFrame) -> pd.Series:
-    names = spans["kind"].astype(str)
-    on_cpu = (names == "compute") & (spans["lane"].astype(str) == "cpu")
-    return names.mask(on_cpu, "compute on CPU")
+    sizes = spans["bytes"].map(lambda size: format_bytes(int(size)) if size else "")
+    words = {
+        ("lane", "lanes"): spans["lane"],
+        ("kind", "kinds"): spans["shown"],
+        ("bytes", "sizes"): sizes,
+        ("reason", "reasons"): spans["reason"],
+    }
+    for (column, listed), values in words.items():
+        places, known = pd.factorize(values)
+        columns |= {column: places.tolist(), listed: known.tolist()}
+    return columns
 
 
 def steps_to_show(runs: Sequence[Run]) -> list[int]:
@@ -155,19 +145,13 @@ def steps_to_show(runs: Sequence[Run]) -> list[int]:
         return []
     each = pd.concat([run.timeline.frame()["step"] for run in runs])
     counts = each.value_counts().reindex(steps["step"], fill_value=0)
-    if counts.sum() <= MOST_SPANS:
-        return [int(step) for step in steps["step"]]
-
-    middle = list(steps["step"]).index(middle_step(steps))
-    first = int(steps["step"].iloc[0])
-    chosen = [first] if counts[first] < MOST_SPANS // 2 else []
-    left = MOST_SPANS - sum(int(counts[step]) for step in chosen)
-    for step in map(int, steps["step"].iloc[middle:]):
-        left -= int(counts[step])
-        if left < 0 and len(chosen) > 1:
-            break
-        chosen.append(step)
-    return sorted(set(chosen))
+    if counts.sum() > MOST_SPANS:
+        first = counts[:1][counts[:1] < MOST_SPANS // 2]
+        later = counts.loc[middle_step(steps) :]
+        room = later.cumsum() <= MOST_SPANS - first.sum()
+        room.iloc[0] = True
+        counts = pd.concat([first, later[room]])
+    return sorted(set(map(int, counts.index)))
 
 
 def middle_step(steps: pd.DataFrame) -> int:
@@ -175,19 +159,6 @@ def middle_step(steps: pd.DataFrame) -> int:
     decode = steps[steps["phase"] == "decode"]
     candidates = decode if len(decode) else steps
     return int(candidates["step"].iloc[len(candidates) // 2])
-
-
-def step_choice(run: Run, steps: Sequence[int]) -> Choice:
-    """A choice of the forward passes that a page holds, with how long they took."""
-    rows = run.timeline.step_frame()
-    rows = rows[rows["step"].isin(steps)]
-    options = []
-    for row in rows.to_dict("records"):
-        took = ms(row["end_s"] - row["start_s"])
-        tokens = f"{row['tokens']} token{'s' if row['tokens'] > 1 else ''}"
-        words = f"{row['step']}: {row['phase']}, {tokens}, {took}"
-        options.append((str(row["step"]), words))
-    return Choice("step", "forward pass", options, str(middle_step(rows)))
 
 
 def step_drawn(run: Run, step: int | None = None, layers: int = 4) -> Figure:
@@ -210,37 +181,174 @@ def step_drawn(run: Run, step: int | None = None, layers: int = 4) -> Figure:
         raise PolicyError(
             f"step: expected one of the run's {len(steps)} forward passes, got {step}"
         )
-    begin_s = float(rows["start_s"].iloc[0])
-    whole_s = float(rows["end_s"].iloc[0]) - begin_s
+    begin_s, end_s = rows[["start_s", "end_s"]].to_numpy(float)[0]
     spans = spans_of(run, [int(rows["step"].iloc[0])])
     # Layer -1 is what follows the last layer, the output head.
     spans = spans[(spans["layer"] >= 0) & (spans["layer"] < layers)]
     lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
-    starts_ms = 1e3 * (spans["start_s"] - begin_s)
-    ends_ms = 1e3 * (spans["end_s"] - begin_s)
-    shown_ms = float(ends_ms.max()) if len(spans) else 0.0
+    ends_ms = 1e3 * (spans[["start_s", "end_s"]] - begin_s)
+    length_ms = ends_ms["end_s"] - ends_ms["start_s"]
     expert = spans["expert"].astype(str).where(spans["expert"] >= 0, "")
     # A number that is wider than its bar would run into the next one.
-    fits = (ends_ms - starts_ms) > expert.str.len() * shown_ms * 0.014
-    drawn = pd.DataFrame(
-        {
-            "lane": spans["lane"].astype(str),
-            "kind": _kind_names(spans),
-            "start": starts_ms,
-            "end": ends_ms,
-            "label": expert.where(fits, ""),
-        }
-    )
+    fits = length_ms > expert.str.len() * ends_ms["end_s"].max() * 0.014
+    took = ms(end_s - begin_s)
     return Figure(
-        drawn,
-        Axis(
-            "end", f"ms since the start of forward pass {step}, of {ms(whole_s)} in all"
+        spans.assign(
+            start=ends_ms["start_s"], end=ends_ms["end_s"], label=expert.where(fits, "")
         ),
+        Axis("end", f"ms since the start of forward pass {step}, of {took} in all"),
         names("lane", "", lanes),
         "What every lane did; the numbers are those of experts",
-        mark="span",
-        series="kind",
+        mark="bar",
+        series="shown",
         colours=KINDS,
         start="start",
         text="label",
+    )
+
+
+def run_sections(runs: Mapping[str, Run]) -> list[Section]:
+    """Timelines, placement and the course of runs, for a page.
+
+    Args:
+        runs: by policy, in the order in which they are offered; of one trace on one
+            machine.
+    """
+    first = next(iter(runs.values()))
+    steps = steps_to_show(list(runs.values()))
+    # A run without any step did nothing that could be drawn.
+    if not steps:
+        return []
+    rows = first.timeline.step_frame()
+    rows = rows[rows["step"].isin(steps)]
+    took = [ms(seconds) for seconds in rows["end_s"] - rows["start_s"]]
+    passes = [
+        (str(step), f"{step}: {phase}, {tokens} token{'s' * (tokens > 1)}, {time}")
+        for step, phase, tokens, time in zip(
+            rows["step"], rows["phase"], rows["tokens"], took, strict=True
+        )
+    ]
+    choices = []
+    if len(runs) > 1:
+        options = [(name, name) for name in runs]
+        choices = [
+            Choice("policy", "policy", options, options[0][0]),
+            Choice("other", "compared with", options, options[1][0]),
+        ]
+    note = "Copies run beside the work they are for; a pause on a lane is time lost."
+    count = int(first.metrics["steps"])
+    if len(steps) < count:
+        note += (
+            f" The page holds {len(steps)} of the {count} forward passes: the first and"
+            " those from the middle on."
+        )
+    data = {name: packed(run, steps) for name, run in runs.items()}
+    used = {lane for each in data.values() for lane in each["lanes"]}
+    lanes = [lane for lane in first.timeline.lanes if lane in used]
+    # Both timelines read the same operations; the page holds them once.
+    timelines = [
+        Spans(lanes, KINDS, {} if place else data, choice.name)
+        for place, choice in enumerate(choices)
+    ]
+    placed = placement_drawn(
+        pd.concat(
+            [run.placement().assign(policy=name) for name, run in runs.items()],
+            ignore_index=True,
+        )
+    )
+    places = [Shown(placed, {"policy": choice}) for choice in choices]
+    return [
+        Section(
+            "When did every lane do what?",
+            [
+                *choices,
+                Choice("step", "forward pass", passes, str(middle_step(rows))),
+                *(timelines or [Spans(lanes, KINDS, data)]),
+            ],
+            note,
+        ),
+        Section(
+            "Which expert where, computed by whom?",
+            places or [placed],
+            "A cell for each expert, a row for each layer, busiest to the left.",
+        ),
+        Section(
+            "Every decode pass",
+            [course_drawn(runs)],
+            "A click on a name hides it." if choices else "",
+        ),
+    ]
+
+
+_MEASURES = (
+    Axis("on_gpu", "computed by a GPU", ".0%", limits=(0, 1)),
+    Axis("resident", "resident when used", ".0%", limits=(0, 1)),
+)
+
+
+def placement_drawn(placed: pd.DataFrame) -> Figure:
+    """Where experts were: a cell per expert, a row per layer, busiest to the left.
+
+    Args:
+        placed: columns of `Run.placement`; ``policy`` where there are several runs.
+    """
+    by = ["layer"] if "policy" not in placed else ["policy", "layer"]
+    rows = placed.round({"on_gpu": 3, "resident": 3})
+    if "uses" in rows:
+        rank = rows.groupby(by)["uses"].rank(method="first", ascending=False)
+    else:
+        rank = rows["expert"]
+    more = [(name, name, "") for name in ("uses", "tokens") if name in rows]
+    return Figure(
+        rows.assign(rank=rank.astype(int)),
+        Axis(
+            "rank", "experts of a layer, busiest first" if "uses" in rows else "expert"
+        ),
+        Axis("layer", "layer", integer=True),
+        "Experts by layer: blue on the GPU, orange on the CPU",
+        mark="cells",
+        colour=_MEASURES[0],
+        measures=_MEASURES,
+        hover=[("expert", "expert", ""), ("resident", "resident", ".1%"), *more],
+    )
+
+
+def course(run: Run) -> pd.DataFrame:
+    """Time and hit rate of every decode pass of a run: ``step``, ``ms``, ``hits``.
+
+    Neighbours are averaged where there are more than `MOST_POINTS`.
+    """
+    steps = run.timeline.step_frame()
+    accesses = run.timeline.access_frame()
+    hits = (accesses["state"] == "hit").groupby(accesses["step"]).mean()
+    decode = steps[steps["phase"] == "decode"]
+    table = pd.DataFrame(
+        {
+            "step": decode["step"].to_numpy(),
+            "ms": 1e3 * (decode["end_s"] - decode["start_s"]).to_numpy(),
+            "hits": hits.reindex(decode["step"]).to_numpy(),
+        }
+    )
+    each = -(-len(table) // MOST_POINTS) or 1
+    averaged: pd.DataFrame = table.groupby(table.index // each).mean()
+    return averaged.round({"step": 0, "ms": 4, "hits": 4})
+
+
+def course_drawn(runs: Mapping[str, Run]) -> Figure:
+    """Every decode pass, a line for each run: its ``ms``, or ``hits``."""
+    if not runs:
+        raise ConfigError("runs: expected at least one run, got none")
+    rows = pd.concat(
+        [course(run).assign(policy=name) for name, run in runs.items()],
+        ignore_index=True,
+    )
+    ms = Axis("ms", "ms per forward pass")
+    return Figure(
+        rows,
+        Axis("step", "forward pass", integer=True),
+        ms,
+        "Every decode pass",
+        series="policy",
+        measures=(ms, Axis("hits", "hit rate", ".0%", zero=True)),
+        dashed=frozenset(n for n, run in runs.items() if run.config["oracle"]),
     )

@@ -5,6 +5,7 @@ like.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from moesim.reporting.figures import PALETTE, Axis, Figure
 from moesim.reporting.parts import Column, Listing, trace_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moesim.traces.format.reader import Trace
     from moesim.traces.stats.trace_summary import TraceSummary
@@ -41,7 +42,7 @@ COLUMNS = (
 MOST_LOAD = 4
 """Colours end at so many times the even load; few experts are beyond it."""
 
-LAYER = Axis("layer", "layer", integer=True)
+LAYER = Axis("at", "layer", integer=True)
 
 
 def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
@@ -57,7 +58,6 @@ def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
     )
     model = f"{shape.layers} MoE layers of {shape.experts} experts, top {shape.top_k}"
     sizes = _sizes(judgement)
-    drawn = {name: draw(summary) for name, draw in FIGURES.items()}
     return Answer(
         question=f"is {name} worth a cache?",
         subject=f"{shape.name}, no machine",
@@ -67,11 +67,7 @@ def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
         notes=["hit rates here are of decode accesses; `moesim hits` counts all"]
         if sizes
         else [],
-        figures={
-            each: (lambda figure=figure: figure)
-            for each, figure in drawn.items()
-            if figure is not None
-        },
+        figures=stats_figures(summary),
         data=figures,
         sources={"trace": trace_words(name, trace.digest())},
         # Names of models, files and people stay as they are written.
@@ -115,59 +111,161 @@ def _layers(figures: Mapping[str, Any]) -> Listing:
     return Listing(frame, [Column("layer", "layer"), *columns], title="By layer")
 
 
-def curves(summary: TraceSummary) -> Figure | None:
+def stats_figures(summary: TraceSummary) -> dict[str, Figure]:
+    """The figures that a trace has something to show in."""
+    facts = summary.figures
+    experts = summary.shape.experts
+    share = Axis("value", "share of accesses", ".0%", zero=True)
+    reuse = np.array(facts["reuse"])
+    sizes = facts["working_set_by_window"] or {}
+    figures = {
+        "curves": _curves(summary),
+        "load": _load(summary),
+        "entropy": _by_layer(
+            facts["entropy_bits"],
+            "bits",
+            "Entropy of the load over experts",
+            float(np.log2(experts)),
+            "even load",
+        ),
+        "overlap": _by_layer(
+            facts["overlap"],
+            "share used again",
+            "Share of a step's active experts that the step before used",
+            facts["overlap_chance"],
+            "by chance",
+        ),
+        "reuse": Figure(
+            # The last entry counts first uses, which have no distance.
+            _values({"": reuse[:-1] / max(1, reuse.sum())} if reuse.any() else {}),
+            Axis(
+                "at",
+                "other experts of the layer used since",
+                integer=True,
+                limits=(-0.5, len(reuse) - 1.5),
+            ),
+            share,
+            "Distribution of reuse distances",
+            mark="bar",
+        ),
+        "working_set": Figure(
+            _values({"": sizes.values()}, at=map(int, sizes)),
+            Axis("at", "window, decode steps", log=True),
+            Axis("value", "distinct experts of a layer", zero=True),
+            "Distinct experts over the length of a window; dashed: all of a layer",
+            rules=[("y", experts, "all of a layer")],
+        ),
+        "consistency": Figure(
+            _values({f"{n} tokens": each for n, each in facts["consistency"].items()}),
+            LAYER,
+            replace(share, words="choices served", limits=(0, 1)),
+            "Choices served by a segment's most used experts, by layer",
+            series="of",
+        ),
+        "similarity": _by_layer(
+            facts["similarity_by_layer"],
+            "cosine",
+            "Cosine of the loads in prompt and answer",
+            1.0,
+            "the same loads",
+        ),
+        "information": _by_layer(
+            facts["information_bits"],
+            "bits",
+            "Mutual information of neighbouring layers' choices",
+            facts["information_bias_bits"],
+            "what independent layers would show",
+        ),
+        "prediction": Figure(
+            _values(
+                {
+                    _predictor(name, each): [None, *each["by_rank"]]
+                    for name, each in (facts["prediction"] or {}).items()
+                }
+            ),
+            Axis("at", "experts of largest workload", integer=True),
+            replace(share, words="share predicted", limits=(0, 1)),
+            "Share of experts predicted",
+            series="of",
+        ),
+    }
+    return {name: figure for name, figure in figures.items() if len(figure.rows)}
+
+
+def _values(series: Mapping[str, Any], at: Iterable[int] | None = None) -> pd.DataFrame:
+    """Values of several series ``of`` a name, each ``at`` its place or at those given;
+    without those that are missing.
+    """
+    index = None if at is None else list(at)
+    columns = {
+        name: pd.Series([] if values is None else list(values), index, float)
+        for name, values in series.items()
+    }
+    frame = pd.DataFrame(columns).rename_axis("at").reset_index()
+    return frame.melt("at", var_name="of").dropna()
+
+
+def _by_layer(
+    values: Sequence[float | None] | None,
+    words: str,
+    label: str,
+    level: float | None,
+    meaning: str,
+) -> Figure:
+    """A bar for each layer, and a line at a level to compare with."""
+    return Figure(
+        _values({"": values}),
+        LAYER,
+        Axis("value", words, zero=True),
+        f"{label}, by layer; dashed: {meaning}",
+        mark="bar",
+        rules=[] if level is None else [("y", level, meaning)],
+    )
+
+
+def _predictor(name: str, predictor: Mapping[str, Any]) -> str:
+    if predictor["accuracy"] is None:
+        return name
+    return f"{name}, {predictor['depth']} ahead: {percent(predictor['accuracy'])}"
+
+
+def _curves(summary: TraceSummary) -> Figure:
     """Hit rates of LRU and Belady over the size of the cache."""
-    curve = summary.figures["curve_decode"]
-    if curve is None:
-        return None
-    shape = summary.shape
-    rows = []
-    for name, policy in (("belady", "Belady"), ("lru", "LRU")):
+    layers, experts = summary.shape.layers, summary.shape.experts
+    curve = summary.figures["curve_decode"] or {}
+    rates = {}
+    for name, rates_of in sorted(curve.items()):
+        policy, _, is_global = name.partition("_")
         # One cache for all layers has a point for every slot. Every L-th of them holds
         # as many experts per layer as the other curves.
-        of_scope = {
-            "a cache per layer": curve[name],
-            "one for all layers": curve[f"{name}_global"][:: shape.layers],
-        }
-        for scope, rates in of_scope.items():
-            cache = f"{policy}, {scope}"
-            rows += [(cache, slots, float(rate)) for slots, rate in enumerate(rates)]
+        scope = "one for all layers" if is_global else "a cache per layer"
+        policy = {"lru": "LRU", "belady": "Belady"}.get(policy, policy)
+        rates[f"{policy}, {scope}"] = rates_of[:: layers if is_global else 1]
     # The first of the sizes is the knee.
     knees = summary.figures["verdict"]["sizes"][:1]
     return Figure(
-        pd.DataFrame(rows, columns=["cache", "slots", "rate"]),
-        Axis("slots", "experts cached per layer", limits=(0, shape.experts)),
-        Axis("rate", "hit rate in decode", ".0%", limits=(0, 1)),
+        _values(rates),
+        Axis("at", "experts cached per layer", limits=(0, experts)),
+        Axis("value", "hit rate in decode", ".0%", limits=(0, 1)),
         "Hit rate over the size of a cache that begins empty; dashed: the bend, and"
         " caches that see the future",
-        series="cache",
-        marked=False,
-        dashed=frozenset(row[0] for row in rows if "Belady" in row[0]),
+        series="of",
+        dashed=frozenset(name for name in rates if "Belady" in name),
         rules=[("x", knee["slots"], "bend of LRU") for knee in knees],
-        lines=[((0, shape.experts), (0, 1), "equally used experts")],
+        lines=[((0, experts), (0, 1), "equally used experts")],
     )
 
 
-def load(summary: TraceSummary) -> Figure | None:
+def _load(summary: TraceSummary) -> Figure:
     """Tokens per expert against an even load, busiest experts first."""
-    if not summary.load.any():
-        return None
-    even = summary.load.sum(axis=1, keepdims=True) / summary.shape.experts
-    # A layer without any decode token has no even load to divide by.
-    relative = summary.load / np.maximum(even, 1e-9)
-    order = np.argsort(-relative, axis=1, kind="stable")
-    layers, experts = relative.shape
-    rows = pd.DataFrame(
-        {
-            "layer": np.repeat(np.arange(layers), experts),
-            "rank": np.tile(np.arange(1, experts + 1), layers),
-            "expert": order.ravel(),
-            "tokens": np.take_along_axis(summary.load, order, axis=1).ravel(),
-            "load": np.take_along_axis(relative, order, axis=1).round(3).ravel(),
-        }
-    )
+    tokens = pd.DataFrame(summary.load).rename_axis("at").reset_index()
+    rows = tokens.melt("at", var_name="expert", value_name="tokens")
+    of_layer = rows.groupby("at")["tokens"]
+    ranks = of_layer.rank(method="first", ascending=False).astype(int)
+    load = (rows["tokens"] / of_layer.transform("mean")).round(3)
     return Figure(
-        rows,
+        # A layer without any decode token has no even load to divide by.
+        rows.assign(rank=ranks, load=load).dropna(),
         Axis("rank", "experts of a layer, busiest first", integer=True),
         LAYER,
         f"Experts by layer: load over an even load ({MOST_LOAD} and more)",
@@ -176,147 +274,3 @@ def load(summary: TraceSummary) -> Figure | None:
         shades=("#e8eef2", PALETTE[3]),
         hover=[("expert", "expert", ""), ("tokens", "tokens", "")],
     )
-
-
-def _by_layer(
-    key: str,
-    words: str,
-    label: str,
-    level: Callable[[TraceSummary], float],
-    meaning: str,
-) -> Callable[[TraceSummary], Figure | None]:
-    """A bar for each layer, and a line at a level to compare with."""
-
-    def draw(summary: TraceSummary) -> Figure | None:
-        values = summary.figures[key]
-        if not values:
-            return None
-        return Figure(
-            pd.DataFrame({"layer": range(len(values)), "value": values}),
-            LAYER,
-            Axis("value", words, zero=True),
-            f"{label}, by layer; dashed: {meaning}",
-            mark="bar",
-            rules=[("y", level(summary), meaning)],
-        )
-
-    return draw
-
-
-def reuse(summary: TraceSummary) -> Figure | None:
-    """Distribution of reuse distances."""
-    counts = np.array(summary.figures["reuse"])
-    if not counts.sum():
-        return None
-    # The last entry counts first uses, which have no distance.
-    shares = counts[:-1] / counts.sum()
-    return Figure(
-        pd.DataFrame({"distance": range(len(shares)), "share": shares}),
-        Axis(
-            "distance",
-            "other experts of the layer used since",
-            integer=True,
-            limits=(-0.5, len(shares) - 0.5),
-        ),
-        Axis("share", "share of accesses", ".0%", zero=True),
-        "Distribution of reuse distances",
-        mark="bar",
-    )
-
-
-def working_set(summary: TraceSummary) -> Figure | None:
-    """Distinct experts over the length of a window."""
-    sizes = summary.figures["working_set_by_window"]
-    if not sizes:
-        return None
-    rows = pd.DataFrame({"window": map(int, sizes), "experts": sizes.values()})
-    return Figure(
-        rows.dropna(),
-        Axis("window", "window, decode steps", log=True),
-        Axis("experts", "distinct experts of a layer", zero=True),
-        "Distinct experts over the length of a window; dashed: all of a layer",
-        rules=[("y", summary.shape.experts, "all of a layer")],
-    )
-
-
-def consistency(summary: TraceSummary) -> Figure | None:
-    """Segment routing consistency by layer, a line for each length of segments."""
-    rows = [
-        (at, share, f"{length} tokens")
-        for length, shares in summary.figures["consistency"].items()
-        for at, share in enumerate(shares or [])
-    ]
-    if not rows:
-        return None
-    return Figure(
-        pd.DataFrame(rows, columns=["layer", "share", "segments of"]),
-        LAYER,
-        Axis("share", "choices served", ".0%", limits=(0, 1)),
-        "Choices served by a segment's most used experts, by layer",
-        series="segments of",
-    )
-
-
-def prediction(summary: TraceSummary) -> Figure | None:
-    """Accuracy of the recorded predictions, by rank of the true workload."""
-    rows = []
-    for name, predictor in (summary.figures["prediction"] or {}).items():
-        words = name
-        if predictor["accuracy"] is not None:
-            words = (
-                f"{name}, {predictor['depth']} ahead: {percent(predictor['accuracy'])}"
-            )
-        # A rank that no layer step reached has no accuracy.
-        rows += [
-            (rank, share, words)
-            for rank, share in enumerate(predictor["by_rank"], start=1)
-            if share is not None
-        ]
-    if not rows:
-        return None
-    return Figure(
-        pd.DataFrame(rows, columns=["rank", "share", "predictor"]),
-        Axis("rank", "experts of largest workload", integer=True),
-        Axis("share", "share predicted", ".0%", limits=(0, 1)),
-        "Share of experts predicted",
-        series="predictor",
-    )
-
-
-FIGURES: dict[str, Callable[[TraceSummary], Figure | None]] = {
-    "curves": curves,
-    "load": load,
-    "entropy": _by_layer(
-        "entropy_bits",
-        "bits",
-        "Entropy of the load over experts",
-        lambda summary: float(np.log2(summary.shape.experts)),
-        "even load",
-    ),
-    "overlap": _by_layer(
-        "overlap",
-        "share used again",
-        "Share of a step's active experts that the step before used",
-        lambda summary: summary.figures["overlap_chance"],
-        "by chance",
-    ),
-    "reuse": reuse,
-    "working_set": working_set,
-    "consistency": consistency,
-    "similarity": _by_layer(
-        "similarity_by_layer",
-        "cosine",
-        "Cosine of the loads in prompt and answer",
-        lambda _: 1.0,
-        "the same loads",
-    ),
-    "information": _by_layer(
-        "information_bits",
-        "bits",
-        "Mutual information of neighbouring layers' choices",
-        lambda summary: summary.figures["information_bias_bits"],
-        "what independent layers would show",
-    ),
-    "prediction": prediction,
-}
-"""What draws each figure; None where the trace lacks what it shows."""

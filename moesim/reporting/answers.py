@@ -14,7 +14,7 @@ from moesim.reporting.parts import Section
 from moesim.reporting.tables import aligned, facts_lines, markdown_table, small_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import pandas as pd
 
@@ -34,7 +34,7 @@ class Answer:
         tables: the one that answers first.
         sentences: the first is the answer.
         notes: what qualifies it.
-        figures: what makes each, by name; the one that shows the answer first.
+        figures: each, or what makes it, by name; the one that shows the answer first.
         all_rows: the frame of them, where tables show a part of it.
         data: the question's own figures, for JSON.
         sources: of its figures, such as ``trace``.
@@ -52,7 +52,7 @@ class Answer:
     tables: Sequence[Listing] = ()
     sentences: Sequence[str] = ()
     notes: Sequence[str] = ()
-    figures: dict[str, Callable[..., Figure]] = field(default_factory=dict)
+    figures: Mapping[str, Figure | Callable[..., Figure]] = field(default_factory=dict)
     all_rows: pd.DataFrame | None = None
     data: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -85,7 +85,8 @@ class Answer:
         if name not in self.figures:
             known = ", ".join(self.figures) or "none"
             raise ConfigError(f"figure: expected one of {known}, got {name!r}")
-        return self.figures[name](**options)
+        figure = self.figures[name]
+        return figure(**options) if callable(figure) else figure
 
     def plot(
         self,
@@ -165,7 +166,7 @@ class Answer:
         if self.on_page is not None:
             shown = self.on_page()
         else:
-            shown = [Section("", [make() for make in self.figures.values()])]
+            shown = [Section("", [self.figure(name) for name in self.figures])]
         return [*tables[:1], *shown, *tables[1:]]
 
     def html(self) -> str:

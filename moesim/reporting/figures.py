@@ -47,9 +47,8 @@ DEVICES = (CPU, "#bdbdbd", GPU)
 """From the processor's colour to that of a GPU."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LINES = ("-", "-.", ":", (0, (9, 3)))
-FORESEEING = "--"
-"""Line of a policy that sees the future."""
+MOST_MARKED = 60
+"""Points of a line beyond which they are not marked."""
 
 MOST_PANELS_ABREAST = 3
 
@@ -92,14 +91,13 @@ class Figure:
         rows: a frame with a row for each mark.
         x, y: axes.
         label: what is shown, in a sentence, also for readers who cannot see it.
-        mark: ``line`` (with points), ``point``, ``bar``, ``span`` (a bar from `start`
-            to `x`), or ``cells`` (coloured by `colour`).
+        mark: ``line``, ``point``, ``bar``, or ``cells`` (coloured by `colour`).
         series: column of names that have a colour each; None for one series.
         colours: by name; others take those of ``axes.prop_cycle`` in their order.
-        dashed: names that see the future.
-        low, high: columns with the ends of an interval of `y`, or of `x` where `y` has
-            names; None for none.
-        start: column at which spans begin.
+        dashed: names that see the future; points of theirs are hollow.
+        low, high: columns with the ends of an interval of `y`, or of `x` where names
+            stand on `y`; None for none.
+        start: column at which bars that lie begin; None for zero.
         colour: of cells.
         shades: of cells, from the lowest to the highest.
         panel: column of names, each of which gets Axes of its own.
@@ -108,7 +106,6 @@ class Figure:
         text: column of words beside each mark.
         hover: more columns and their words, for pages.
         measures: other axes that a page offers for `y`, or `colour` of cells.
-        marked: whether lines have points.
     """
 
     rows: pd.DataFrame = field(repr=False)
@@ -130,12 +127,22 @@ class Figure:
     text: str | None = None
     hover: Sequence[tuple[str, str, str]] = ()
     measures: Sequence[Axis] = ()
-    marked: bool = True
 
     @property
     def measured(self) -> Axis:
         """What is measured: by colour, or along an axis of numbers."""
         return self.colour or (self.y if self.y.order is None else self.x)
+
+    @property
+    def lies(self) -> bool:
+        """Whether it is measured from left to right, a name in each row."""
+        return self.y.order is not None
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether series can be told apart by their points."""
+        few = len(self.rows) <= MOST_MARKED * max(1, len(self.names()))
+        return self.mark == "point" or (self.mark == "line" and few)
 
     def names(self) -> list[str]:
         """Names of the series: the same ones have the same looks in any order."""
@@ -219,8 +226,8 @@ class Figure:
         from matplotlib import rcParams  # noqa: PLC0415 - as in `draw`
 
         width, height = rcParams["figure.figsize"]
-        if self.y.order is not None:
-            lines = max(2 + len(self.y.order), 1.5 * len(self.names()))
+        if self.lies:
+            lines = max(2 + len(self.y.order or ()), 1.5 * len(self.names()))
             height = max(0.4 * height, 0.8 + 0.03 * height * lines)
         if (count := len(self.panels())) > 1:
             across = min(count, MOST_PANELS_ABREAST)
@@ -298,7 +305,7 @@ def _explain(figure: Figure, axes: Sequence[Axes]) -> None:
     """Name the colours: in the first panel, or beside the last."""
     labels = axes[0].get_legend_handles_labels()[1]
     # Bars that lie leave a legend no room.
-    most = 9 if figure.y.order is None else len(figure.y.order)
+    most = 9 if not figure.lies else len(figure.y.order or ())
     if len(labels) > most:
         axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
     elif labels:
@@ -318,15 +325,11 @@ def _series(
         return
     for name, rows in figure.rows.groupby(figure.series, sort=False):
         place = known.index(str(name))
-        looks: dict[str, Any] = {
-            "color": figure.colours.get(str(name), cycle[place % len(cycle)]),
-            "label": str(name),
-        }
-        if figure.mark == "line":
-            looks["linestyle"] = LINES[place // len(cycle) % len(LINES)]
-            if name in figure.dashed:
-                looks["linestyle"] = FORESEEING
-        if figure.mark == "point" or (figure.mark == "line" and figure.marked):
+        colour = figure.colours.get(str(name), cycle[place % len(cycle)])
+        looks: dict[str, Any] = {"color": colour, "label": str(name)}
+        if figure.mark == "line" and name in figure.dashed:
+            looks["linestyle"] = "--"
+        if figure.is_marked:
             looks["marker"] = MARKERS[place % len(MARKERS)]
         yield looks, rows
 
@@ -336,26 +339,26 @@ def _draw_series(
 ) -> None:
     x = _places(figure.x, rows)
     y = _places(figure.y, rows)
-    lies = figure.y.order is not None
-    if figure.mark == "span":
-        begin = rows[figure.start].to_numpy(float)
-        ax.barh(y, x - begin, left=begin, height=0.8, **looks)
+    colour = looks.pop("color")
+    lies = figure.lies
+    if figure.mark == "bar" and lies:
+        begin = 0.0 if figure.start is None else rows[figure.start].to_numpy(float)
+        ax.barh(y, x - begin, left=begin, color=colour, **looks)
     elif figure.mark == "bar":
-        (ax.barh if lies else ax.bar)(*((y, x) if lies else (x, y)), **looks)
+        ax.bar(x, y, color=colour, **looks)
     elif figure.mark == "line":
-        ax.plot(x, y, **looks)
+        ax.plot(x, y, color=colour, **looks)
     else:
         # What sees the future is hollow.
-        face = "none" if looks.get("label") in figure.dashed else looks["color"]
-        edge = {name: value for name, value in looks.items() if name != "color"}
-        ax.scatter(x, y, facecolors=face, edgecolors=looks["color"], **edge)
+        face = "none" if looks.get("label") in figure.dashed else colour
+        ax.scatter(x, y, facecolors=face, edgecolors=colour, **looks)
     if figure.low is not None:
         ends = rows[[figure.low, figure.high]].to_numpy(float).T
         middle = x if lies else y
         reach = np.clip(np.abs(ends - middle), 0, None)
         where = {"xerr" if lies else "yerr": reach}
-        colour = "black" if figure.mark == "bar" else looks["color"]
-        ax.errorbar(x, y, **where, fmt="none", ecolor=colour, elinewidth=1, zorder=3)
+        ink = "black" if figure.mark == "bar" else colour
+        ax.errorbar(x, y, **where, fmt="none", ecolor=ink, elinewidth=1, zorder=3)
         x = np.fmax(x, ends[1]) if lies else x
     if figure.text is not None:
         for across, down, words in zip(x, y, rows[figure.text], strict=True):

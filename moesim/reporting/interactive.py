@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import altair as alt
 import numpy as np
+import pandas as pd
 
 from moesim.base.files import user_folder, write_text
 from moesim.reporting.figures import MOST_PANELS_ABREAST, PALETTE, QUIET
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import pandas as pd
+    from collections.abc import Mapping
 
     from moesim.reporting.figures import Axis, Figure
     from moesim.reporting.parts import Shown, Spans
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 Spec = dict[str, Any]
 Columns = dict[str, list[Any]]
 
-DASHES = ([1, 0], [7, 2, 2, 2], [2, 2], [9, 3])
-FORESEEING = [5, 4]
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 WIDTH = 760
 HEIGHT = 280
@@ -94,11 +91,15 @@ def interactive(shown: Shown) -> Chart:
         hover = alt.value(f"{words}: {value:.4g}")
         layers.append(rule.encode(**{side: alt.datum(value)}, tooltip=hover))
     data = {"rows": columns_of(_used(shown)), "one": {"at": [0]}}
-    for across, up, words in figure.lines:
-        data["lines"] = {"x": list(across), "y": list(up), "words": [words] * len(up)}
+    if figure.lines:
+        lines = [
+            pd.DataFrame({"x": across, "y": up, "words": words})
+            for across, up, words in figure.lines
+        ]
+        data["lines"] = columns_of(pd.concat(lines))
         line = alt.Chart(alt.NamedData("lines")).mark_line(color=QUIET, strokeWidth=1)
         x, y = _side(figure.x, alt.X, "x"), _side(figure.y, alt.Y, "y")
-        layers.append(line.encode(x=x, y=y, tooltip="words:N"))
+        layers.append(line.encode(x=x, y=y, detail="words:N", tooltip="words:N"))
     chart = alt.layer(*layers)
     if len(panels := figure.panels()) > 1:
         order = [name for name, _ in panels]
@@ -111,7 +112,7 @@ def interactive(shown: Shown) -> Chart:
         *(alt.param(name=each.name, value=each.value) for each in where.values())
     )
     offered = {axis.column: axis.words for axis in (figure.measured, *figure.measures)}
-    can_log = figure.mark in {"line", "point"} and figure.y.order is None
+    can_log = figure.mark in {"line", "point"} and not figure.lies
     return Chart(_spec(chart, figure.label), data, figure.label, offered, can_log)
 
 
@@ -165,8 +166,8 @@ def _dragged(name: str, axes: Any, **options: Any) -> Any:
 
 
 def _height(figure: Figure) -> int:
-    if figure.y.order is not None:
-        return max(60, 28 * len(figure.y.order))
+    if figure.lies:
+        return max(60, 28 * len(figure.y.order or ()))
     if figure.mark == "cells":
         return min(max(60, 9 * int(figure.rows[figure.y.column].nunique())), 400)
     return HEIGHT
@@ -180,16 +181,18 @@ def _layers(figure: Figure, base: Any, cursor: dict[str, str]) -> list[Any]:
     placed = base.encode(x=across(figure.x, alt.X), y=_side(figure.y, alt.Y))
     looks = _looks(figure)
     marks = placed.encode(tooltip=_hover(figure), **looks)
-    if figure.mark in {"bar", "span"}:
+    foresees = f"indexof({sorted(figure.dashed)}, datum['{figure.series}']) >= 0"
+    if figure.mark == "bar":
         layer = _bars(figure, marks, cursor)
     elif figure.mark == "line":
         points = {"filled": True, "size": 36, **cursor}
-        layer = marks.mark_line(point=points if figure.marked else False)
+        layer = marks.mark_line(point=points if figure.is_marked else False)
+        dashes = alt.condition(foresees, alt.value([5, 4]), alt.value([1, 0]))
+        layer = layer.encode(strokeDash=dashes)
     else:
         layer = marks.mark_point(size=70, strokeWidth=1.5, **cursor)
         colour = looks.get("color", alt.value(PALETTE[0]))
-        hollow = f"indexof({sorted(figure.dashed)}, datum['{figure.series}']) >= 0"
-        filled = alt.condition(hollow, alt.value(0.0), alt.value(0.75))
+        filled = alt.condition(foresees, alt.value(0.0), alt.value(0.75))
         layer = layer.encode(fill=colour, fillOpacity=filled)
     layers = [layer]
     if figure.low is not None:
@@ -199,7 +202,7 @@ def _layers(figure: Figure, base: Any, cursor: dict[str, str]) -> list[Any]:
     if figure.text is not None:
         above = 8 if figure.mark in {"line", "point"} else 0
         words = placed.mark_text(align="left", dx=4, dy=-above)
-        if figure.high is not None and figure.y.order is not None:
+        if figure.high is not None and figure.lies:
             end = f"max(datum['{figure.x.column}'], datum['{figure.high}'])"
             words = words.transform_calculate(beyond=end)
             words = words.encode(x=_side(figure.x, alt.X, "beyond"))
@@ -208,7 +211,7 @@ def _layers(figure: Figure, base: Any, cursor: dict[str, str]) -> list[Any]:
 
 
 def _bars(figure: Figure, marks: Any, cursor: dict[str, str]) -> Any:
-    across = "width" if figure.y.order is None else "height"
+    across = "height" if figure.lies else "width"
     bars = marks.mark_bar(clip=True, **{across: {"band": 0.8}}, **cursor)
     if figure.start is None:
         return bars
@@ -243,7 +246,7 @@ def _interval(figure: Figure, base: Any, looks: dict[str, Any]) -> Any:
     marks = marks.mark_area(opacity=0.2) if figure.mark == "line" else marks.mark_rule()
     if figure.mark != "bar" and looks:
         marks = marks.encode(color=looks["color"])
-    if figure.y.order is None:
+    if not figure.lies:
         low = _side(figure.y, alt.Y, figure.low)
         return marks.encode(x=_side(figure.x, alt.X), y=low, y2=figure.high)
     low = _side(figure.x, alt.X, figure.low)
@@ -275,34 +278,27 @@ def _side(axis: Axis, channel: Any, column: str | None = None) -> Any:
 
 
 def _looks(figure: Figure) -> dict[str, Any]:
-    """Colour, shape and dashes by the names of the series, as far as its marks have
-    them.
-    """
+    """Colour and shape by the names of the series."""
     known = figure.names()
     if not known:
         return {}
+    name = f"{figure.series}:N"
     # A band along a line would make the line's symbol as pale as itself.
     legend: Any = alt.Legend(
         orient="top", columns=4, title=None, labelLimit=320, symbolOpacity=1
     )
     if len(known) == 1:
         legend = None
-
-    def channel(kind: Any, values: Sequence[Any], special: Mapping[str, Any]) -> Any:
-        each = [
-            special.get(name, values[place % len(values)])
-            for place, name in enumerate(known)
-        ]
-        scale = alt.Scale(domain=known, range=each)
-        return kind(f"{figure.series}:N", scale=scale, legend=legend)
-
-    looks = {"color": channel(alt.Color, PALETTE, figure.colours)}
-    if figure.mark == "line":
-        dashes = [dash for dash in DASHES for _ in PALETTE]
-        foresee = dict.fromkeys(figure.dashed, FORESEEING)
-        looks["strokeDash"] = channel(alt.StrokeDash, dashes, foresee)
-    if figure.mark == "point" or (figure.mark == "line" and figure.marked):
-        looks["shape"] = channel(alt.Shape, SHAPES, {})
+    colours = [
+        figure.colours.get(each, PALETTE[place % len(PALETTE)])
+        for place, each in enumerate(known)
+    ]
+    scale = alt.Scale(domain=known, range=colours)
+    looks: dict[str, Any] = {"color": alt.Color(name, scale=scale, legend=legend)}
+    if figure.is_marked:
+        # There may be more names than shapes: Vega begins again.
+        scale = alt.Scale(domain=known, range=list(SHAPES))
+        looks["shape"] = alt.Shape(name, scale=scale, legend=legend)
     return looks
 
 

@@ -36,6 +36,7 @@ from moesim.runs import replay as api
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import load_artefacts
 from moesim.runtime.train.cache import Recipe, distance_labels, forward, scaled, train
+from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 from moesim.traces.format.reader import open_trace
@@ -311,14 +312,14 @@ def test_learned_on_the_shipped_calibration_trace_it_beats_lru_and_lfru_on_the_e
         for part in ("calibration", "evaluation")
     )
     trained = train(
-        learned.all_passes(calibration), calibration.shape, Recipe(hidden=64, epochs=15)
+        list(compose(calibration)), calibration.shape, Recipe(hidden=64, epochs=15)
     )
     policies = ("flashmoe", "lru", "lfru", learned.BOUND)
     artefacts = {"flashmoe": trained.network._asdict()}
     evaluations = learned.evaluate(
-        policies, learned.all_passes(evaluation), evaluation.shape, 8, artefacts
+        policies, list(compose(evaluation)), evaluation.shape, 8, artefacts
     )
-    rates = {row.policy: row.hit_rate for row in evaluations}
+    rates = {row["policy"]: row["hit_rate"] for row in evaluations}
     assert rates["lru"] < rates["lfru"] < rates["flashmoe"] - 0.01
     assert rates["flashmoe"] < rates[learned.BOUND]
 
@@ -331,18 +332,18 @@ def test_judging_by_hand():
     used again: the lower id leaves.
     """
     (row,) = learned.evaluate(("lru",), passes(0, 1, 2, 0, 1), shape(), 2, {})
-    assert (row.hit_rate, row.evictions) == (0.0, 3)
-    assert row.optimal == pytest.approx(1 / 3)
-    assert row.refetch_5 == pytest.approx(2 / 3)
+    assert (row["hit_rate"], row["evictions"]) == (0.0, 3)
+    assert row["optimal"] == pytest.approx(1 / 3)
+    assert row["refetch_5"] == pytest.approx(2 / 3)
     # 1 leaves at step 3, Belady let it go at step 2; 0 and 2 never overstay.
-    assert row.delay_steps == 1.0
+    assert row["delay_steps"] == 1.0
 
 
 def test_a_belady_cache_only_ever_evicts_optimally():
     drawn = np.random.default_rng(3).integers(0, 8, 200)
     (row,) = learned.evaluate((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
-    assert row.optimal == 1.0
-    assert row.delay_steps is None
+    assert row["optimal"] == 1.0
+    assert row["delay_steps"] is None
 
 
 def test_policies_that_decline_admissions_are_not_judged():
@@ -371,9 +372,7 @@ def test_training_and_held_out_part_never_mix(tmp_path, tiny_shape, sequences, c
     together = [
         step.layers[0].routing.tolist() for part in (training, judging) for step in part
     ]
-    assert together == [
-        step.layers[0].routing.tolist() for step in learned.all_passes(trace)
-    ]
+    assert together == [step.layers[0].routing.tolist() for step in compose(trace)]
     assert [step.step for step in judging] == list(range(len(judging)))
 
 

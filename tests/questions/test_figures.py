@@ -6,7 +6,7 @@ import pytest
 
 import moesim
 from moesim.base.options import ConfigError
-from moesim.questions.lanes import course_drawn
+from moesim.questions.timeline import course_drawn
 from moesim.reporting.figures import Axis, Figure, names
 
 mpl.use("Agg")
@@ -126,6 +126,22 @@ def test_another_measure_is_drawn_or_refused_by_name():
     assert ax.get_xlabel() == "hit rate"
     with pytest.raises(ConfigError, match="measure: expected one of seconds"):
         answer.plot("policies", measure="speed")
+    plt.close("all")
+
+
+def test_intervals_lie_along_the_axis_of_numbers():
+    """Those of points beside names stood upright, as long as the names had places."""
+    rows = pd.DataFrame({"name": ["a", "b"], "at": [2.0, 5.0]})
+    rows = rows.assign(low=rows["at"] - 1, high=rows["at"] + 3)
+    figure = Figure(
+        rows, Axis("at", "x"), names("name", "", rows["name"]), "", mark="point",
+        low="low", high="high",
+    )  # fmt: skip
+    ax = figure.draw()
+    (interval,) = ax.containers
+    (lines,) = interval.lines[2]
+    ends = [line[:, 0].tolist() for line in lines.get_segments()]
+    assert ends == [[1.0, 5.0], [4.0, 8.0]]
     plt.close("all")
 
 

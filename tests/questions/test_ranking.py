@@ -238,7 +238,16 @@ def test_ties_are_printed_as_ties():
     assert "a = b" in answered(frame).text()
 
 
-def test_a_frame_without_times_is_refused():
-    frame = frame_of([("a", [1.0])]).drop(columns="batch_decode_tokens")
-    with pytest.raises(PolicyError, match="details=True"):
+def test_a_frame_without_times_of_sequences_is_one_sample():
+    frame = frame_of([("a", [1.0]), ("b", [2.0])])
+    bare = frame.drop(columns=["batch_decode_s", "batch_decode_tokens"])
+    columns = ["candidate", "seconds", "tied", "behind"]
+    pd.testing.assert_frame_equal(
+        moesim.ranking(bare.assign(makespan_s=9.0))[columns], ranking(frame)[columns]
+    )
+
+
+def test_rows_of_an_older_moesim_are_refused():
+    frame = frame_of([("a", [1.0])]).assign(batch_decode_tokens=None)
+    with pytest.raises(PolicyError, match="sweep again"):
         moesim.ranking(frame)

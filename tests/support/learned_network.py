@@ -44,13 +44,13 @@ class Artefacts(Mapping[str, dict[str, np.ndarray]]):
 @cache
 def trained():
     """The network of the shipped model."""
-    from moesim.questions.learned_cache import all_passes
     from moesim.runtime.train.cache import Recipe, train
+    from moesim.traces.format.batch import compose
     from moesim.traces.format.reader import open_trace
 
     calibration = open_trace(DATA / "tiny_calibration.parquet")
     training = train(
-        all_passes(calibration), calibration.shape, Recipe(hidden=16, epochs=8)
+        list(compose(calibration)), calibration.shape, Recipe(hidden=16, epochs=8)
     )
     assert (
         training.facts["validation_loss_best"] < training.facts["validation_loss_first"]

@@ -119,7 +119,8 @@ def _parts(
         PolicyError: another model's trace, or the same sequences.
     """
     from moesim.policies.base import PolicyError
-    from moesim.questions.learned_cache import all_passes, check_held_out, split
+    from moesim.questions.learned_cache import check_held_out, split
+    from moesim.traces.format.batch import compose
     from moesim.traces.format.reader import open_trace
 
     batch = options.batch
@@ -137,6 +138,6 @@ def _parts(
         )
     check_held_out(opened, judged_on)
     learned_from, judging = (
-        all_passes(trace, batch=batch, steps=steps) for trace in (opened, judged_on)
+        list(compose(trace, batch=batch, steps=steps)) for trace in (opened, judged_on)
     )
     return learned_from, judging, judged_on

@@ -326,7 +326,7 @@ def _learned_rates(excerpt: Excerpt) -> Mapping[str, float]:
     parameters = {learned.LEARNED: network._asdict()}
     judged = learned.evaluate(policies, held_out, shape, slots, parameters)
     # No accesses at all count as no hits, and give no gain below.
-    return {row.policy: row.hit_rate or 0.0 for row in judged}
+    return {row["policy"]: row["hit_rate"] or 0.0 for row in judged}
 
 
 def learned_gain(excerpt: Excerpt, over: str, *, copies: bool = False) -> float:

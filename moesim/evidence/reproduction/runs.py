@@ -11,30 +11,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.paths import link
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.assignment._optimum import modelled_s
 from moesim.policies.systems import System
 from moesim.questions.gap_mixes import MixReplays
-from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.config import RunConfig
 from moesim.runs.memory import plan_memory
 from moesim.runs.replay import replay
+from moesim.runs.setup import Setup
+from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from moesim.engine.planner import Planner
     from moesim.evidence.reproduction.workloads import Workload
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runs.result import Run
-    from moesim.traces.format.batch import RoutedStep
+    from moesim.sim.results import ReplayResult
     from moesim.traces.format.reader import Trace
+    from moesim.traces.timeline.spans import Timeline
 
 _opened = lru_cache(maxsize=4)(open_trace)
 Outcome = dict[str, Any]
@@ -201,28 +204,22 @@ def decode_replays(
     passes; of policies that do not look ahead.
     """
 
-    def passes() -> Iterable[RoutedStep]:
+    def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
         full = (
             step
             for step in compose(trace, batch=batch, steps=most_steps)
             if step.phase == Phase.DECODE and step.sequences == batch
         )
-        for number, step in zip(range(steps), full, strict=False):
-            # Prefill steps are left out, so steps are numbered anew.
-            yield replace(step, step=number)
+        # Prefill steps are left out, so steps are numbered anew.
+        passes = (
+            replace(step, step=number)
+            for number, step in zip(range(steps), full, strict=False)
+        )
+        return Replay(profile, planner, timeline).run(passes)
 
-    shape = trace.shape
-    options = MemoryOptions(cache_ratio=cache_ratio)
-    return MixReplays(
-        shape=shape,
-        profile=profile,
-        costs=Costs(profile, shape),
-        memory=plan_memory(options, shape, profile, system),
-        system=system,
-        passes=passes,
-        future=RecordedFuture(()),
-        seed=seed,
-    )
+    config = RunConfig.of(None, cache_ratio=cache_ratio, seed=seed)
+    setup = Setup(config, trace.shape, profile, system)
+    return MixReplays(setup, walk, RecordedFuture(()))
 
 
 def _modelled(spec: RunSpec, trace: Trace) -> Outcome:
@@ -237,7 +234,7 @@ def _modelled(spec: RunSpec, trace: Trace) -> Outcome:
         steps=spec.workload.generated,
         cache_ratio=0.0,
     )
-    replays.replay_s({}, observer=total)
+    replays.replay_s({}, total)
     return {"modelled_s": total.seconds}
 
 
@@ -264,7 +261,6 @@ def learned_cache(workload: Workload, folder: Path) -> Path:
     Raises:
         ImportError: PyTorch is not installed.
     """
-    from moesim.questions.learned_cache import all_passes  # noqa: PLC0415 - needs torch
     from moesim.runtime.train.cache import Recipe, train  # noqa: PLC0415 - needs torch
 
     training = workload.calibration(TRAINING_SEQUENCES)
@@ -272,7 +268,7 @@ def learned_cache(workload: Workload, folder: Path) -> Path:
     network = artefacts / "flashmoe.safetensors"
     if not network.exists():
         trace = open_trace(training.draw(folder))
-        trained = train(all_passes(trace), trace.shape, Recipe(epochs=EPOCHS))
+        trained = train(list(compose(trace)), trace.shape, Recipe(epochs=EPOCHS))
         artefacts.mkdir(exist_ok=True)
         trained.save(network)
     return artefacts

@@ -26,11 +26,15 @@ import numpy as np
 from moesim.policies.base import PolicyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
 
     import pandas as pd
 
 CONFIDENCE = 0.95
+LEAST_LEAD = 0.01
+"""Share of the time by which a run must be ahead of another to be called faster, where
+the profile does not state how well it predicts.
+"""
 LEAST_SAMPLES = 8
 """Batches, or repetitions, below which no interval is stated: the spread of fewer says
 too little about others.
@@ -70,46 +74,72 @@ def ranking(frame: pd.DataFrame) -> pd.DataFrame:
     """Rank the policies of a sweep wherever they compete.
 
     Args:
-        frame: of `moesim.sweep` or `moesim.results`, with ``details=True``.
+        frame: of `moesim.sweep` or `moesim.results`; times have intervals with
+            ``details=True``, else each run is one sample.
 
     Returns:
         One row for each policy in each cell, the fastest first: the axes,
         ``candidate`` (the policy in words), ``seconds`` per token or of the whole trace
         with the ends ``low_s`` and ``high_s`` of its 95 % interval (NaN where there are
         too few samples), ``behind`` (share by which it is slower than the fastest),
-        ``tied`` (not certainly slower than it; without intervals, exactly as fast),
-        ``oracle``, ``runs`` and ``samples``. Policies that see the future come last and
-        are ranked against nobody.
+        ``tied`` (not certainly slower than it; without intervals, exactly as fast; or
+        slower by less than the profile of the machine can tell, which is 1 % where it
+        states nothing), ``fastest`` (the first of those that see the past only),
+        ``oracle``, ``runs``, ``samples``, and the other columns of `frame`: means over
+        repetitions. Policies that see the future come last and are ranked against
+        nobody.
 
     Raises:
-        PolicyError: a frame without details.
+        PolicyError: rows of an older moesim.
     """
     import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
 
-    if not {"batch_decode_s", "batch_decode_tokens"} <= set(frame.columns):
-        raise PolicyError(
-            "ranking: expected a frame with the times of sequences, found none; ask"
-            " for it with details=True"
-        )
+    axes: list[str] = frame.attrs.get("axes") or axes_of(frame)
+    competing = competing_axes(axes)
+    cells = cell_axes(axes)
+    names = [*cells, *competing]
+    measure = measure_of(frame)
+    frame = frame.reset_index(drop=True)
+    frame = frame.assign(run=frame.index)
+    if "batch_decode_tokens" not in frame:
+        alone: Any = {
+            "batch_decode_s": [[seconds] for seconds in frame["tpot_s"]],
+            "batch_decode_tokens": [[1]] * len(frame),
+            "batch_makespan_s": [[seconds] for seconds in frame["makespan_s"]],
+        }
+        frame = frame.assign(**alone)
     if frame["batch_decode_tokens"].isna().any():
         raise PolicyError(
             "ranking: rows of an older moesim lack the tokens of their sequences; sweep"
             " again, which adds rows of today, and rank those"
         )
-    axes: list[str] = frame.attrs.get("axes") or axes_of(frame)
-    competing = competing_axes(axes)
-    cells = cell_axes(axes)
-    measure = measure_of(frame)
 
-    wanted = [*cells, *competing, "oracle", *_SAMPLES[measure]]
     rows = []
-    for cell in _grouped(frame[wanted].to_dict("records"), cells):
+    for cell in _grouped(frame[[*names, "oracle", *_SAMPLES[measure]]], cells):
         runs_of = _grouped(cell, competing)
         candidates = [_Candidate(runs, competing, measure) for runs in runs_of]
         rows += _ranked(candidates, cells, competing)
     table = pd.DataFrame(rows)
+    ways = {
+        name: "mean" if frame[name].dtype.kind == "f" else "first"
+        for name in frame.columns
+        if name not in table
+    }
+    means = frame.groupby(names, sort=False, dropna=False).agg(ways)
+    table = table.merge(means.reset_index(), on=names, how="left")
+    if "prediction_error" in table:
+        lead = table["prediction_error"].astype(float).fillna(LEAST_LEAD).clip(lower=0)
+        table["tied"] |= ~table["oracle"] & (table["behind"] <= lead)
+    causal = table[~table["oracle"]]
+    first = causal.drop_duplicates(cells) if cells else causal.head(1)
+    table["fastest"] = table.index.isin(first.index)
     table.attrs |= {"axes": axes, "measure": measure, "cells": cells}
     return table
+
+
+def candidate(row: Mapping[Any, Any], competing: Sequence[str]) -> str:
+    """What competes in a run, in words: ``greedy+lru``."""
+    return "+".join(str(row[name]) for name in competing if _is_given(row[name]))
 
 
 def axes_of(frame: pd.DataFrame) -> list[str]:
@@ -131,16 +161,11 @@ def axes_of(frame: pd.DataFrame) -> list[str]:
     return axes
 
 
-def _grouped(
-    rows: Iterable[dict[Any, Any]], names: Sequence[str]
-) -> list[list[dict[Any, Any]]]:
+def _grouped(rows: pd.DataFrame, names: Sequence[str]) -> list[pd.DataFrame]:
     """Rows that agree in some columns, in the order in which they first appear."""
-    groups: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
-    for row in rows:
-        # What is missing is one value, though NaN is not itself.
-        key = tuple(row[name] if _is_given(row[name]) else None for name in names)
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+    if not names:
+        return [rows]
+    return [group for _, group in rows.groupby(list(names), sort=False, dropna=False)]
 
 
 class _Candidate:
@@ -157,17 +182,14 @@ class _Candidate:
     """
 
     def __init__(
-        self, runs: Sequence[dict[Any, Any]], competing: Sequence[str], measure: str
+        self, runs: pd.DataFrame, competing: Sequence[str], measure: str
     ) -> None:
-        self.row = runs[0]
+        self.row: dict[Any, Any] = runs.iloc[0].to_dict()
         self.runs = len(runs)
-        self.words = "+".join(
-            str(self.row[name]) for name in competing if _is_given(self.row[name])
-        )
-        self.oracle = any(run["oracle"] for run in runs)
+        self.words = candidate(self.row, competing)
+        self.oracle = bool(runs["oracle"].any())
         samples = [
-            np.array([run[name] for run in runs], np.float64)
-            for name in _SAMPLES[measure]
+            np.array(runs[name].tolist(), np.float64) for name in _SAMPLES[measure]
         ]
         seconds = samples[0]
         counts = np.full(seconds.shape, 1 / seconds.shape[1])
