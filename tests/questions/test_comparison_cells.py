@@ -310,9 +310,7 @@ def test_with_one_memory_machines_stand_on_the_axis(trace):
 def test_memory_stands_on_a_true_axis(trace):
     """1, 2 and 6 GiB are no three equal steps."""
     sizes = ["1GiB", "2GiB", "6GiB"]
-    found = moesim.compare(
-        trace, ["greedy"], gpu_memory=sizes, steps=2, hw="rtx4060ti"
-    )
+    found = moesim.compare(trace, ["greedy"], gpu_memory=sizes, steps=2, hw="rtx4060ti")
     axes = moesim.answer(found).plot("times")
     assert axes.get_lines()[0].get_xdata().tolist() == [1, 2, 6]
     assert axes.get_xlabel() == "GPU memory, GiB"

@@ -129,22 +129,6 @@ def test_another_measure_is_drawn_or_refused_by_name():
     plt.close("all")
 
 
-def test_intervals_lie_along_the_axis_of_numbers():
-    """Those of points beside names stood upright, as long as the names had places."""
-    rows = pd.DataFrame({"name": ["a", "b"], "at": [2.0, 5.0]})
-    rows = rows.assign(low=rows["at"] - 1, high=rows["at"] + 3)
-    figure = Figure(
-        rows, Axis("at", "x"), names("name", "", rows["name"]), "", mark="point",
-        low="low", high="high",
-    )  # fmt: skip
-    ax = figure.draw()
-    (interval,) = ax.containers
-    (lines,) = interval.lines[2]
-    ends = [line[:, 0].tolist() for line in lines.get_segments()]
-    assert ends == [[1.0, 5.0], [4.0, 8.0]]
-    plt.close("all")
-
-
 def test_a_course_of_no_run_is_refused():
     """It ended in an error of pandas."""
     with pytest.raises(ConfigError, match="runs: expected at least one"):
