@@ -35,7 +35,7 @@ from moesim.runtime.models.expert_layout import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import RoutedLayer
-from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import Timeline
 
 torch.set_num_threads(1)
@@ -386,23 +386,6 @@ def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
     # Which has something else to do, unless it waits for the SSD.
     assert early or workers == "one core"
     assert wanted & named, "some were foreseen rightly"
-
-
-def test_little_host_memory_is_enough_for_work_ahead_and_prefetches(tmp_path):
-    """Two experts and two staging slots: some leave host memory in the very plan that
-    reads them again.
-    """
-    columns = ("weights", "scores", *PREDICTION_COLUMNS)
-    sequences = ((5, 20), (3, 16), (7, 18), (2, 9))
-    longer = write_trace(tmp_path / "t.parquet", SHAPE, sequences, columns=columns)
-    lanes, cores = WORKERS["one core"]
-    hw = host_profile(lanes, cores=cores)
-    policy = "daop:first_layer=1,before_first=serial"
-    others = {"cache": "lru", "prefetch": "next-gate", "routing": "as-recorded"}
-    sizes = {"slots_per_layer": 3, "host_memory_bytes": 4 * 8192}
-    run = real_run(longer, policy, tmp_path / "s", hw, memory=sizes, batch=2, **others)
-    assert run.metrics["bytes"]["ssd"] > 0
-    assert run.metrics["memory_high_bytes"]["host"] <= 2 * 8192
 
 
 def hold_products_for_the_cpu(monkeypatch):

@@ -98,18 +98,6 @@ def test_a_disk_that_fails_in_the_middle_of_a_run(trace, store, tmp_path, monkey
     monkeypatch.undo()
 
 
-def test_a_store_that_is_cut_off_under_a_run(trace, store, tmp_path):
-    data = tmp_path / "store" / "experts.bin"
-    whole = data.read_bytes()
-    os.truncate(data, 8192)
-    with pytest.raises(
-        StoreError,
-        match="the file ended after 0; it was truncated: remove the folder and build",
-    ):
-        run(trace, store)
-    data.write_bytes(whole)
-
-
 def test_a_store_altered_since_it_was_built_is_refused_before_the_run(
     trace, store, tmp_path
 ):
@@ -142,19 +130,6 @@ def test_a_store_that_was_copied_is_read_whole_once(trace, store, tmp_path):
             building=lambda done, seen=seen: seen.append(done.records),
         )
         assert seen == read
-
-
-def test_a_store_that_disappears(trace, store, tmp_path):
-    """An open file outlives its name: the run ends well; the next one is told that
-    there is no store.
-    """
-    data = tmp_path / "store" / "experts.bin"
-    aside = tmp_path / "aside"
-    data.rename(aside)
-    assert run(trace, store).metrics["steps"] == 31
-    with pytest.raises(StoreError, match=r"experts\.bin: cannot open: No such file"):
-        run(trace, tmp_path / "store")
-    aside.rename(data)
 
 
 def test_a_device_that_runs_out_of_memory(trace, store, monkeypatch):

@@ -126,23 +126,6 @@ def test_a_core_of_its_own_is_given_back_after_the_run(trained):
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_wrong_expert_would_be_seen(trained):
-    """The comparison above must be able to fail: exchange two experts' slots in the
-    middle of a run.
-    """
-    from moesim.runtime.executor.memories import SlotMap
-
-    straight = SlotMap.weights
-    try:
-        SlotMap.weights = lambda self, key: straight(
-            self, key ^ 1 if self._slot_of[key ^ 1] >= 0 else key
-        )
-        live, *_ = trained.run(System("on-demand", "lru"), memory(trained.shape, 16))
-    finally:
-        SlotMap.weights = straight
-    assert not verify(trained.plain, live.result.passes, "float32").passed
-
-
 def test_padding_is_not_computed(trained):
     """Prompts of 4 and 7 tokens: the prefill serves 11 tokens in every layer, not
     14.
@@ -256,23 +239,6 @@ def test_a_tokenizer_of_any_kind_is_found(tmp_path, monkeypatch, name):
         transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: "reads words"
     )
     assert load_tokenizer(tmp_path, family("mixtral").model) == "reads words"
-
-
-def test_a_dropped_prefetch_that_is_fetched_after_all_leaves_its_old_slot_first(
-    trained,
-):
-    """SMoE drops late prefetches and may stage the same experts at once: their old
-    slots are for others by then.
-    """
-    from moesim.policies.systems import SYSTEMS
-
-    sizes = memory(trained.shape, 8, host=44, staging=4)
-    code = b"import os\nimport sys\n\ndef main():\n    return 0\n\nclass Point:\n"
-    text = list(code + b"    x: int\n")
-    prompts = [text, text[:20]]
-    live, log, _, fresh, _ = trained.run(SYSTEMS["smoe"], sizes, prompts=prompts, new=8)
-    steps = live.result.steps
-    assert len(repeat(log.entries, fresh, steps)) == 6 * len(steps)
 
 
 class Unchanged(RoutingPolicy):

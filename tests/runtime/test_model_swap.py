@@ -105,17 +105,6 @@ def test_the_shipped_model_answers_the_same(tmp_path):
 # -- layouts ---------------------------------------------------------------------------
 
 
-def test_gpt_oss_is_recognised_as_transposed_biased_interleaved_and_clamped(tmp_path):
-    source = CheckpointSource(make_checkpoint("gpt_oss", tmp_path / "m"))
-    layout = source.layouts[0]
-    assert layout.transposed
-    names = [spec.name for spec in layout.tensors]
-    assert names[2:] == ["gate_up_proj_bias", "down_proj_bias"]
-    assert layout.gating == Gating(
-        ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.702
-    )
-
-
 def test_a_gating_that_nobody_has_a_name_for_is_the_models_own(tmp_path, monkeypatch):
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -211,12 +200,6 @@ def test_pairs_are_grouped_by_expert_in_token_order():
 def test_places_left_unused_belong_to_nobody():
     groups = group_tokens(np.array([[UNUSED, 3], [3, UNUSED]], dtype=np.uint16))
     assert (groups.experts.tolist(), groups.pairs.tolist()) == ([3], [1, 2])
-
-
-def test_no_tokens_are_no_groups():
-    groups = group_tokens(np.empty((0, 2), dtype=np.int64))
-    assert groups.experts.size == groups.tokens.size == groups.pairs.size == 0
-    assert groups.starts.tolist() == [0]
 
 
 def test_results_are_weighted_and_added_to_their_tokens():
