@@ -313,15 +313,6 @@ def test_distributions_are_learned_from_scattered_runs(machine, blank):
 ALONE_BESIDE = np.array([[0.0], [1.0]])
 
 
-def test_two_that_slow_at_once_multiply_as_in_the_simulator():
-    """1.4 and 1.5 at once make 2.1, not 1 / (2/7 + 1/3 lost) = 2.6."""
-    busy = np.array([[0, 0], [1, 0], [0, 1], [1, 1]], float)
-    shares = np.repeat(np.eye(4), 5, axis=0)
-    logs = np.log(np.repeat([1.0, 1.4, 1.5, 1.4 * 1.5], 5))
-    factors = fit_slowdowns(logs, shares, shares, busy, np.zeros(20, np.int64)).factors
-    assert factors == pytest.approx([1.4, 1.5], abs=1e-6)
-
-
 def test_overlap_that_never_slows_is_no_contention():
     rng = np.random.default_rng(1)
     beside = rng.random(400)
@@ -340,22 +331,6 @@ def test_stability_by_hand():
     assert stability["noise_floor"]["residual_median"] == pytest.approx(0.1)
     assert stability["noise_floor"]["residual_worst"] == pytest.approx(0.2)
     assert stability["drift"]["residual_median"] == pytest.approx(1 / 11)
-
-
-def test_a_burst_of_other_tenants_is_not_learned(machine, blank):
-    """One of three repetitions of a run is half as slow again: the profile is that of
-    the others.
-    """
-    shape = sized("olmoe-1b-7b/2")
-    trial = trial_of("all-cpu+none", 0.0, decode=12, seed=5)
-    calm = simulate(trial, shape, machine)
-    busy = simulate(trial, shape, with_curves(machine, slower))
-    runs = [(shape, trial, run) for run in (calm, busy, calm)]
-    calibrated = learn(runs, blank, date=DATE, name="x")
-    alone = learn([(shape, trial, calm)], blank, date=DATE, name="x")
-    assert calibrated.curves["costs.cpu.points"].seconds == pytest.approx(
-        alone.curves["costs.cpu.points"].seconds, rel=1e-3
-    )
 
 
 def test_drawn_routing_has_distinct_experts_and_tells_contexts():

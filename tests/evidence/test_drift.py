@@ -17,7 +17,6 @@ from moesim.evidence.validation.drift import (
 )
 from moesim.evidence.validation.paired_runs import simulate
 from moesim.evidence.validation.time_breakdown import TERMS
-from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.traces.timeline.spans import COMPUTE, FETCH, READ
 
 RUNS = ("memory", "memory_small", "ssd", "ssd_small")
@@ -43,9 +42,9 @@ def test_all_are_run_before_the_first_other_run_and_before_every_twelfth(running
         path: quantity.samples for path, quantity in quantities.items()
     } == dict.fromkeys(PATHS, 3)
     for quantity in quantities.values():
-        assert (
-            0 < quantity.interval[0] <= quantity.value <= quantity.interval[1] < 1.0
-        ), "seconds of one step"
+        low, high = quantity.interval
+        assert 0 <= low <= quantity.value <= high
+        assert quantity.value > 0
 
 
 def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
@@ -99,13 +98,3 @@ def test_a_run_is_held_against_the_reference_of_the_nearest_size():
     assert nearest_run(sized("olmoe-1b-7b/2"), "float32", ssd=False) == "memory"
     assert nearest_run(sized("qwen3-30b-a3b/4"), "float32", ssd=True) == "ssd_small"
     assert nearest_run(sized("mixtral-8x7b"), "float32", ssd=False) == "memory"
-
-
-def test_a_profile_keeps_its_reference_runs(running, tmp_path):
-    running.run_if_due()
-    quantities = running.quantities("2026-01-01")
-    profile = host_profile()
-    profile = replace(profile, numbers=profile.numbers | quantities)
-    again = load_profile(save_profile(profile, tmp_path / "hw.toml"))
-    for run in RUNS:
-        assert drift(again, quantities, run) == dict.fromkeys(TERMS, pytest.approx(0.0))

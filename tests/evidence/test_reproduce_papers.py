@@ -19,7 +19,6 @@ from moesim import cli
 from moesim.evidence.reproduction import questions, reproduce_all
 from moesim.evidence.reproduction import report as pages
 from moesim.evidence.reproduction.questions import (
-    ANCHORED,
     COMPUTED,
     SIMULATED,
     Answered,
@@ -501,16 +500,6 @@ def test_kernels_of_table_4_are_exchanged():
     assert "dali-ktransformers" not in {run.policy for run in runs}
     slower = {run.policy: dict(run.numbers) for run in runs if run.numbers}
     assert slower == {"layer-wise": {"costs.cpu.flops_per_s": 1.9e11 / 1.25}}
-
-
-def test_anchored_records_count_nowhere():
-    record = Record("DAOP", "V-B", "speedup", {"technique": "x"}, 1.5)
-    one = Answered(Question(record, ANCHORED, compare="ratio"), 1.5)
-    assert not one.compared
-    assert not directions([one])
-    counts = pages.summary([one])
-    assert counts["anchored"] == 1
-    assert counts["simulated"] == counts["computed"] == 0
 
 
 def test_ratios_are_of_figures_that_something_decides():

@@ -84,16 +84,6 @@ def test_the_summary_by_hand():
     assert report["hits_equal"] is True
 
 
-def test_a_swap_of_the_order_is_seen():
-    """One of three pairs is predicted the wrong way round."""
-    report = result(
-        cell("a", [1.0, 1.0], 2.1),
-        cell("b", [2.0, 2.0], 2.0),
-        cell("c", [3.0, 3.0], 3.0),
-    )
-    assert report["kendall_tau"] == pytest.approx(1 / 3)
-
-
 def test_only_cells_that_timing_cannot_change_must_have_equal_hits():
     timed = cell("a", [1.0, 1.0], 1.0, free=False, hits=4)
     assert result(timed, cell("b", [2.0, 2.0], 2.0))["hits_equal"] is True

@@ -164,40 +164,6 @@ def test_isotonic_pools_a_dip_by_hand():
     )
 
 
-def slowed(*, runs, each, drift, seed):
-    """Operations of which half are slowed by 1.5; runs differ by `drift` as a whole."""
-    rng = np.random.default_rng(seed)
-    run = np.repeat(np.arange(runs), each)
-    beside = rng.integers(0, 2, len(run))
-    states = np.column_stack([1 - beside, beside]).astype(float)
-    logs = np.log(1.5) * beside + rng.normal(0, 0.1, len(run))
-    logs += drift * rng.normal(0, 1, runs)[run]
-    busy = np.array([[0.0], [1.0]])
-    groups = np.zeros(len(run), np.int64)
-    found = estimates.fit_slowdowns(logs, states, states, busy, groups)
-    units = estimates.Units(run, np.tile(np.arange(each), runs), blocks=4)
-    return found, found.redrawn(units, run, np.random.default_rng(seed))
-
-
-def test_redrawn_slowdowns_scatter_as_the_factor_does():
-    """Their middle is the factor, and their spread is the error that it has over many
-    fits: 0.2 / sqrt(N) in its logarithm.
-    """
-    fits = [slowed(runs=12, each=100, drift=0.0, seed=seed) for seed in range(12)]
-    middles = [np.exp(np.log(draws).mean()) for _, draws in fits]
-    assert middles == pytest.approx([found.factors[0] for found, _ in fits], rel=0.01)
-    spread = np.mean([np.log(draws).std() for _, draws in fits])
-    assert spread == pytest.approx(0.2 / np.sqrt(1200), rel=0.4)
-    errors = [np.log(found.factors[0] / 1.5) for found, _ in fits]
-    assert spread == pytest.approx(np.std(errors), rel=0.8)
-
-
-def test_runs_that_drift_as_a_whole_widen_redrawn_slowdowns():
-    still = slowed(runs=12, each=100, drift=0.0, seed=1)[1]
-    drifting = slowed(runs=12, each=100, drift=0.3, seed=1)[1]
-    assert np.log(drifting).std() > 1.5 * np.log(still).std()
-
-
 def test_what_lies_between_operations_is_that_of_the_fastest_lane():
     """5 us on the CPU's worker, 2 on the GPU's: 2 for all, 3 more belong to the CPU."""
 

@@ -24,7 +24,13 @@ from moesim.evidence.validation.paired_runs import (
 )
 from moesim.evidence.validation.time_breakdown import TERMS, terms_by_step
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.estimates import pace_at_times, pace_of_runs
+from moesim.hwprofiles.calibration.estimates import (
+    Resampled,
+    Singles,
+    interquartile_range,
+    pace_at_times,
+    pace_of_runs,
+)
 from moesim.hwprofiles.schema import Quantity
 from moesim.runs.config import MemoryOptions
 
@@ -46,8 +52,6 @@ profile states.
 """
 _EVERY = 12
 """Other runs after which the reference runs are made once more."""
-_DRAWS = 200
-"""Resamplings of runs, for the interval."""
 
 
 class ReferenceRun(NamedTuple):
@@ -203,26 +207,22 @@ def nearest_run(shape: ModelShape, dtype: str, *, ssd: bool) -> str:
 
 def _quantity(steps_s: np.ndarray, date: str) -> Quantity:
     """Mean over steps of the median over runs, of seconds float64 [runs, steps]."""
-    # Seeded afresh, so that every term's interval comes from the same resampled runs.
-    rng = np.random.default_rng(0)
-    count = len(steps_s)
-    draws = []
-    for _ in range(_DRAWS):
-        rows = rng.integers(0, count, count)
-        draws.append(_seconds(steps_s[rows]))
-    low, high = np.quantile(draws, (0.025, 0.975))
-
-    # The spread is that of whole runs, which a single disturbance moves.
-    value = _seconds(steps_s)
-    quartiles = np.quantile(steps_s.mean(axis=1), (0.25, 0.75))
+    runs = np.arange(len(steps_s))
+    (estimate,) = Resampled.of(
+        lambda rows: _seconds(steps_s[rows]),
+        Singles(np.zeros_like(runs)),
+        # So that every term's interval comes from the same resampled runs.
+        np.random.default_rng(0),
+    ).estimates()
     return Quantity(
-        value,
+        estimate.value,
         "measured",
         f"{_POLICY}, batches of four and one; of each step the median of all runs",
-        samples=count,
-        spread=float(quartiles[1] - quartiles[0]),
+        samples=len(runs),
+        # Of whole runs, which a single disturbance moves.
+        spread=interquartile_range(steps_s.mean(axis=1)),
         date=date,
-        interval=(min(value, float(low)), max(value, float(high))),
+        interval=estimate.interval,
     )
 
 
