@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-from pyarrow import csv
 
 from moesim.base.errors import TraceError
-from moesim.base.files import written_beside
+from moesim.traces.exporters.csv import csv_file
 from moesim.traces.format.parquet import numbers
 from moesim.traces.format.schema import Phase
 
@@ -35,17 +33,10 @@ def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
             tokens, which the layout cannot tell apart.
     """
     layer_numbers = np.array(trace.shape.layer_numbers, np.int32)
-    names = ["pos", "layer", *(f"e{rank}" for rank in range(trace.shape.top_k))]
-    schema = pa.schema([(name, pa.int32()) for name in names])
-    plain = csv.WriteOptions(include_header=False)
     written = 0
     is_open = False  # the sequence before has a prompt alone
 
-    with (
-        written_beside(out) as part,
-        part.open("wb") as file,
-        csv.CSVWriter(file, schema, write_options=plain) as writer,
-    ):
+    with csv_file(out, has_header=False) as write:
         for rows in trace.sequences():
             prompt = int(np.searchsorted(rows.phase, Phase.DECODE))
             if is_open and not prompt:
@@ -59,13 +50,13 @@ def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
 
             by_layer = np.argsort(rows.layer[:prompt], kind="stable")
             order = np.concatenate((by_layer, np.arange(prompt, len(rows.pos))))
-            columns = [
-                (rows.pos - begin)[order],
-                layer_numbers[rows.layer[order]],
-                *rows.experts[order].T.astype(np.int32),
-            ]
-            arrays = [numbers(np.ascontiguousarray(each, np.int32)) for each in columns]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+            columns = {
+                "pos": numbers((rows.pos - begin)[order]),
+                "layer": numbers(layer_numbers[rows.layer[order]]),
+            }
+            experts = rows.experts[order]
+            columns |= {f"e{rank}": numbers(ids) for rank, ids in enumerate(experts.T)}
+            write(columns)
             written += len(order)
             progress(written)
     return written
