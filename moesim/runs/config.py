@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from moesim.policies.systems import System
     from moesim.runtime.record.calibration import Residual
     from moesim.runtime.store.store import ExpertStore
-    from moesim.traces.format.reader import Trace
-    from moesim.traces.passes import Passes
+    from moesim.traces.format.reader import Passes, Trace
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -357,7 +356,7 @@ class RunConfig(MemoryOptions):
     @property
     def passes(self) -> Passes:
         """Sizes of a run's forward passes."""
-        from moesim.traces.passes import Passes  # noqa: PLC0415 - imports numpy
+        from moesim.traces.format.reader import Passes  # noqa: PLC0415 - imports numpy
 
         system = self.system
         micro_batch = self.micro_batch

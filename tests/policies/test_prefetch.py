@@ -7,7 +7,7 @@ from support.cache_driver import View, context, named, work
 
 from moesim.policies.prefetch.next_gate import NextGate
 from moesim.policies.prefetch.residual import Residual
-from moesim.traces.predictions import predicted_workload
+from moesim.traces.format.arrays import predicted_workload
 
 
 def wanted(policy, view, scores, *, column="pred1_raw"):

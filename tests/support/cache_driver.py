@@ -23,8 +23,8 @@ from moesim.policies.cache._learned_network import sizes
 from moesim.policies.cache._offline_bounds import Uses
 from moesim.policies.names import ABSENT, CPU, DECODE, IN_FLIGHT, RESIDENT
 from moesim.policies.run_context import RunContext
+from moesim.traces.format.arrays import predicted_workload
 from moesim.traces.format.schema import ModelShape
-from moesim.traces.predictions import predicted_workload
 
 
 class LayerStep(NamedTuple):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moesim.traces.format.arrays import _first_repeat, first_repeat, to_float16
+from moesim.traces.format.arrays import first_repeat, to_float16
 
 
 def numpy_halves(values):
@@ -80,9 +80,9 @@ def test_the_first_row_with_an_id_twice(ids):
         row for row, found in enumerate(ids.tolist()) if len(set(found)) < len(found)
     ]
     expected = repeats[0] if repeats else -1
-    assert first_repeat(ids) == _first_repeat(ids) == expected
+    assert first_repeat(ids) == expected
 
 
 def test_ids_up_to_the_largest_are_told_apart():
     ids = np.array([[65_535, 0], [0, 65_535], [65_535, 65_535]], np.uint16)
-    assert first_repeat(ids) == _first_repeat(ids) == 2
+    assert first_repeat(ids) == 2

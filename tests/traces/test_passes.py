@@ -13,10 +13,15 @@ from moesim.base.options import ConfigError
 from moesim.policies.systems import SYSTEMS, compose
 from moesim.runs.config import RunConfig
 from moesim.traces.format import layer_steps
-from moesim.traces.format.batch import RoutedLayer, RoutedStep, SequenceGroup
+from moesim.traces.format.batch import (
+    RoutedLayer,
+    RoutedStep,
+    SequenceGroup,
+    micro_batches,
+)
 from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.format.reader import Passes
 from moesim.traces.format.schema import Phase
-from moesim.traces.passes import Passes, micro_batches
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
 

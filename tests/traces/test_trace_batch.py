@@ -10,14 +10,13 @@ from support.strategies import traces as drawn_traces
 
 from moesim.base.errors import TraceError
 from moesim.traces.format import batch as batch_module
+from moesim.traces.format.arrays import predicted_workload
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import join, layer_steps
-from moesim.traces.format.reader import open_trace
+from moesim.traces.format.reader import Passes, open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.passes import Passes
-from moesim.traces.predictions import predicted_workload
 
 
 def by_brute_force(drawn, batch):

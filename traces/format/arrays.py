@@ -42,26 +42,23 @@ def top_k(values: np.ndarray, count: int) -> np.ndarray:
     return made
 
 
+def predicted_workload(scores: np.ndarray, count: int) -> np.ndarray:
+    """Count how often each expert is among the `count` best scores of a token: int32
+    [E], of float32 [T, E].
+    """
+    experts = scores.shape[1]
+    best = top_k(scores, min(count, experts)).reshape(-1)
+    return np.bincount(best, minlength=experts).astype(np.int32)
+
+
 # -- distinct --------------------------------------------------------------------------
 # A token uses an expert once: rows whose ids are not all different.
-
-_FEW_IDS = 1 << 17
-"""So many are sorted as fast."""
 
 
 def first_repeat(ids: np.ndarray) -> int:
     """Return the first row of `ids`, uint16 [N, K], that names an id twice; -1 where
     none does.
     """
-    if ids.size > _FEW_IDS:
-        return _first_repeat(ids)
-    ascending = np.sort(ids, axis=1)
-    repeats = (ascending[:, 1:] == ascending[:, :-1]).any(axis=1)
-    return int(np.argmax(repeats)) if repeats.any() else -1
-
-
-def _first_repeat(ids: np.ndarray) -> int:
-    """The same, without sorting."""
     top = 0
     for row in range(len(ids)):
         for place in range(ids.shape[1]):

@@ -2,7 +2,11 @@
 
 A batch is a group of consecutive sequences. Its prefill step holds all their prompt
 tokens, its decode step *i* the *i*-th generated token of each sequence that is still
-alive; other ways to cut them are those of `moesim.traces.passes`.
+alive, unless the trace's passes say otherwise.
+
+A *micro-batch* is a part of a prompt that runs through all layers before the next one
+begins. A *draft* proposes some tokens, and one pass of the model verifies them all:
+those up to the first wrong one are kept, and one more, which the pass itself makes.
 """
 
 from __future__ import annotations
@@ -17,14 +21,12 @@ import numpy as np
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase, prediction_distance
-from moesim.traces.passes import check_passes, micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from moesim.traces.format.reader import SequenceRows, Trace
+    from moesim.traces.format.reader import Passes, SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.passes import Passes
 
 # Workload counters held at once while a group of sequences is cut into steps.
 CHUNK_COUNTS = 1 << 20
@@ -530,3 +532,41 @@ def _distinct(positions: np.ndarray) -> int:
 def _cut(values: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:
     """Views of `values` between consecutive `edges`."""
     return [values[a:b] for a, b in pairwise(edges.tolist())]
+
+
+def micro_batches(tokens: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut the prompts of a batch into micro-batches.
+
+    Each takes equally many tokens of every prompt that is not at its end, at least one.
+
+    Args:
+        tokens: of each prompt.
+        most: tokens of a micro-batch, >= 1.
+
+    Yields:
+        Of each prompt, the first token of its part and the one behind its last.
+    """
+    done = [0] * len(tokens)
+    while True:
+        open_prompts = [n for n, count in enumerate(tokens) if done[n] < count]
+        if not open_prompts:
+            return
+        share = max(1, most // len(open_prompts))
+        part = [(first, first) for first in done]
+        for n in open_prompts[:most]:
+            part[n] = done[n], min(tokens[n], done[n] + share)
+            done[n] = part[n][1]
+        yield part
+
+
+def check_passes(passes: Passes, batch: int) -> None:
+    """Refuse drafts for several sequences, which would advance at different paces.
+
+    Raises:
+        TraceError: naming the way out.
+    """
+    if passes.draft_tokens and batch > 1:
+        raise TraceError(
+            f"draft_tokens: expected one sequence at a time, got batch {batch}; use"
+            " batch 1, or draft_tokens 0"
+        )

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.traces.format.arrays import top_k
 from moesim.traces.format.batch import (
     PassRows,
     SequenceGroup,
     check_counts,
+    check_passes,
     sequence_groups,
 )
+from moesim.traces.format.reader import Passes
 from moesim.traces.format.schema import prediction_distance
-from moesim.traces.passes import Passes, check_passes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -59,7 +61,7 @@ class LayerSteps:
         scores: float64 [N, E], gate scores, mean over the tokens of each layer step;
             None where nobody asked for them. So are the following ones.
         workload: int32 [N, P, E], tokens that each predictor gives to the experts of
-            its layer (`moesim.traces.predictions`).
+            its layer .
         score_sums: float32 [N, P, E], their predicted scores, summed over the tokens.
         drafted: int64 [N], tokens of the pass that a draft proposed; None without
             drafts.
@@ -258,42 +260,46 @@ def _of_passes(
     )
 
 
-def _mean_scores(passes: PassRows) -> np.ndarray:
-    """Gate scores, mean over the tokens of each layer step: float64 [S, E]."""
-    scores = passes.column("scores").astype(np.float64)
+def _summed(passes: PassRows, values: np.ndarray) -> np.ndarray:
+    """Sums [S, E] of values [R, E] of every token, over those of each layer step."""
     counts = np.diff(passes.row_edges)
     if (counts == 1).all():
-        return scores
-    # A layer that no token of a prompt reaches has no mean.
-    mean = np.full((len(counts), scores.shape[1]), np.nan)
+        return values
+    sums = np.zeros((len(counts), values.shape[1]), values.dtype)
+    # No token of a prompt may reach a layer.
     used = np.flatnonzero(counts)
+    sums[used] = np.add.reduceat(values, passes.row_edges[used], axis=0)
+    return sums
+
+
+def _mean_scores(passes: PassRows) -> np.ndarray:
+    """Gate scores, mean over the tokens of each layer step: float64 [S, E]."""
     # Sums of 16-bit numbers are exact in 64 bits, in whatever order.
-    sums = np.add.reduceat(scores, passes.row_edges[used], axis=0)
-    mean[used] = sums / counts[used, None]
-    return mean
+    sums = _summed(passes, passes.column("scores").astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        return sums / np.diff(passes.row_edges)[:, None]
 
 
 def _predicted(
     passes: PassRows, targets: Mapping[str, np.ndarray], experts: int
 ) -> dict[str, np.ndarray]:
-    """Return what predictors give to the experts of each layer step."""
-    from moesim.traces.predictions import tally_layer_steps  # noqa: PLC0415 - few runs predict
-
-    shape = len(passes.layer), len(targets), experts
+    """What predictors give to the experts of each layer step: how often each is among
+    a token's best scores, and its scores, summed over the tokens.
+    """
+    layer_steps = len(passes.layer)
+    shape = layer_steps, len(targets), experts
     workload = np.zeros(shape, np.int32)
     sums = np.zeros(shape, np.float32)
-    for place, (name, has_target) in enumerate(targets.items()):
-        if has_target.any():
-            tally_layer_steps(
-                # Compiled code has no float16 on a CPU; float32 orders alike.
-                scores=passes.column(name).astype(np.float32),
-                row_edges=passes.row_edges,
-                has_target=has_target,
-                top_k=passes.rows["experts"].shape[1],
-                predictor=place,
-                workload=workload,
-                sums=sums,
-            )
+    place_of_row = np.repeat(np.arange(layer_steps), np.diff(passes.row_edges))
+    most = min(experts, passes.rows["experts"].shape[1])
+    for number, (name, has_target) in enumerate(targets.items()):
+        if not has_target.any():
+            continue
+        scores = passes.column(name).astype(np.float32)
+        best = place_of_row[:, None] * experts + top_k(scores, most)
+        counts = np.bincount(best.reshape(-1), minlength=layer_steps * experts)
+        workload[has_target, number] = counts.reshape(-1, experts)[has_target]
+        sums[has_target, number] = _summed(passes, scores)[has_target]
     return {"workload": workload, "score_sums": sums}
 
 

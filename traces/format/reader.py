@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from moesim.base.errors import MissingColumnError, TraceError
@@ -30,18 +31,61 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.format.sorting import whole_sequences
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
-from moesim.traces.passes import Passes
 from moesim.traces.shipped import no_trace, resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
-    import numpy as np
     import pyarrow.parquet as pq
 
 _RENEW = "record or import it again"
 _SORT = "sort them: `moesim trace import"
 _AGAIN = f"was it cut off while copying? {_RENEW}"
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Sizes of forward passes: prompt tokens and drafted tokens.
+
+    Attributes:
+        micro_batch_tokens: most prompt tokens of a pass; None for whole prompts.
+        draft_tokens: tokens that are drafted for each decode pass; 0 for none.
+        acceptance: probability that a drafted token is right, given that all before it
+            are.
+        seed: of the draws of acceptance.
+    """
+
+    micro_batch_tokens: int | None = None
+    draft_tokens: int = 0
+    acceptance: float = 1.0
+    seed: int = 0
+
+    def verified(
+        self, generated: int, sequence: int = 0
+    ) -> Iterator[tuple[int, int, int]]:
+        """Cut generated tokens into passes that verify drafts.
+
+        A trace holds the tokens that were kept, so a rejected token has the routing of
+        the one that took its place.
+
+        Args:
+            generated: tokens of the sequence.
+            sequence: its number; each has draws of its own.
+
+        Yields:
+            The first token of each pass, how many it computes, and how many are kept.
+        """
+        draws = np.random.default_rng([self.seed, sequence])
+        place = 0
+        while place < generated:
+            # The last token that was kept comes first: its successor is not known yet.
+            computed = min(1 + self.draft_tokens, generated - place)
+            # As many numbers in every pass, whatever becomes of them.
+            right = draws.random(self.draft_tokens) < self.acceptance
+            wrong = np.flatnonzero(~right[: computed - 1])
+            kept = int(wrong[0]) + 1 if len(wrong) else computed
+            yield place, computed, kept
+            place += kept
 
 
 @dataclass(slots=True)

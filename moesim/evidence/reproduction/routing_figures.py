@@ -27,11 +27,11 @@ from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
 from moesim.questions.gap_mixes import Grades
 from moesim.runs.replay import replay
+from moesim.traces.format.arrays import predicted_workload
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.schema import Phase
-from moesim.traces.predictions import predicted_workload
 from moesim.traces.stats.statistics import SimilarityAggregator
 
 if TYPE_CHECKING:
