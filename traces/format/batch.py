@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from moesim.base.errors import TraceError
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase, prediction_distance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from moesim.traces.format.reader import Passes, SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
@@ -272,7 +272,11 @@ class SequenceGroup:
         row_counts = self.layers * max(self.experts, len(self._group))
         stride = max(1, CHUNK_COUNTS // row_counts)
         for start in range(0, longest, stride):
-            yield self._decode(start, min(start + stride, longest))
+            spans = [
+                self._span(sequence, min(start, due), min(start + stride, due))
+                for sequence, due in enumerate(self.generated.tolist())
+            ]
+            yield self._pass_rows(Phase.DECODE, spans)
 
     @property
     def has_prompt(self) -> bool:
@@ -291,12 +295,17 @@ class SequenceGroup:
         Args:
             places: number of that token among the generated ones, for each sequence.
         """
-        spans = []
-        for prompt, place in zip(self._prompt_rows, places, strict=True):
-            first = prompt + self.layers * place
-            spans.append(slice(first, first + self.layers))
-        (routed,) = self._routed_steps(self._decode_rows(spans, np.array([len(spans)])))
+        spans = [
+            self._span(sequence, place, place + 1)
+            for sequence, place in enumerate(places)
+        ]
+        (routed,) = self._routed_steps(self._pass_rows(Phase.DECODE, spans))
         return routed
+
+    def _span(self, sequence: int, start: int, stop: int) -> slice:
+        """The rows of some generated tokens of a sequence."""
+        prompt = self._prompt_rows[sequence]
+        return slice(prompt + self.layers * start, prompt + self.layers * stop)
 
     def prefills(self) -> Iterator[RoutedStep]:
         """The steps that compute all prompts of the group: one, or one for each
@@ -309,146 +318,103 @@ class SequenceGroup:
         prompts = [slice(0, prompt) for prompt in self._prompt_rows]
         most = self._passes.micro_batch_tokens
         if most is None or any(self._is_ragged(*pair) for pair in enumerate(prompts)):
-            yield self._prefill(prompts)
+            yield self._pass_rows(Phase.PREFILL, prompts, together=True)
             return
         tokens = [prompt // self.layers for prompt in self._prompt_rows]
         for parts in micro_batches(tokens, most):
-            yield self._prefill(
-                [slice(self.layers * a, self.layers * b) for a, b in parts]
-            )
+            spans = [slice(self.layers * a, self.layers * b) for a, b in parts]
+            yield self._pass_rows(Phase.PREFILL, spans, together=True)
 
     def _is_ragged(self, sequence: int, prompt: slice) -> bool:
         """Tell whether some layers hold fewer tokens of a prompt than others."""
         tokens = _distinct(self._group[sequence].pos[prompt])
         return prompt.stop != tokens * self.layers
 
-    def _prefill(self, spans: list[slice]) -> PassRows:
-        """The pass that computes the prompt tokens in `spans` of each sequence."""
-        return self._one_pass(Phase.PREFILL, spans)
-
     def _verifying(self) -> Iterator[PassRows]:
         """The decode passes of one sequence, each of which verifies a draft."""
         generated = int(self.generated[0])
         sequence = self._group[0].seq
         for place, computed, kept in self._passes.verified(generated, sequence):
-            first = self._prompt_rows[0] + self.layers * place
-            span = slice(first, first + self.layers * computed)
-            passes = self._one_pass(Phase.DECODE, [span])
+            span = self._span(0, place, place + computed)
+            passes = self._pass_rows(Phase.DECODE, [span], together=True)
             yield replace(passes, drafted=computed - 1, kept=kept)
 
-    def _one_pass(self, phase: Phase, spans: list[slice]) -> PassRows:
-        """The pass that computes all tokens in `spans` of each sequence."""
+    def _pass_rows(
+        self, phase: Phase, spans: list[slice], *, together: bool = False
+    ) -> PassRows:
+        """The passes of the rows in `spans` of each sequence: one for all of them, or
+        one for each token, in which all sequences that have so many take part.
+        """
+        rows = self._gather(spans)
         positions = [
             rows.pos[span]
             for rows, span in zip(self._group, spans, strict=True)
             if span.stop > span.start
         ]
-        rows = self._gather(spans)
-        return self._pass_rows(
+        if together:
+            layer_step = rows["layer"].astype(np.int64)
+            tokens = np.array([sum(map(_distinct, positions))])
+            context_tokens = np.array([1 + max(int(pos[-1]) for pos in positions)])
+            sequences = np.array([len(positions)])
+        else:
+            layer_step = np.concatenate([np.arange(len(pos)) for pos in positions])
+            longest = max(map(len, positions)) // self.layers
+            context_tokens = np.zeros(longest, np.int64)
+            sequences = np.zeros(longest, np.int64)
+            for pos in positions:
+                reached = 1 + pos[:: self.layers]
+                part = slice(len(reached))
+                sequences[part] += 1
+                context_tokens[part] = np.maximum(context_tokens[part], reached)
+            tokens = sequences
+        passes = partial(
+            PassRows,
             phase,
-            rows,
-            rows["layer"].astype(np.int64),
-            tokens=np.array([sum(map(_distinct, positions))]),
-            context_tokens=np.array([1 + max(int(pos[-1]) for pos in positions)]),
-            sequences=np.array([len(positions)]),
+            pass_tokens=tokens,
+            context_tokens=context_tokens,
+            sequences=sequences,
+            rows=rows,
         )
-
-    def _decode(self, start: int, stop: int) -> PassRows:
-        """Decode steps `start` to `stop` of the group."""
-        alive = np.count_nonzero(
-            self.generated[:, None] > np.arange(start, stop), axis=0
-        )
-        return self._decode_rows(self._decode_spans(start, stop), alive)
-
-    def _decode_rows(self, spans: list[slice], alive: np.ndarray) -> PassRows:
-        """Decode steps of the rows in `spans` of each sequence; `alive` [P] sequences
-        run in each step.
-        """
-        rows = self._gather(spans)
-        sizes = {
-            "tokens": alive,
-            "context_tokens": self._context_tokens(spans, len(alive)),
-            "sequences": alive,
-        }
-        if alive[0] > 1:
-            # Number of each row's layer step among those of this call.
-            layer_step = [np.arange(span.stop - span.start) for span in spans]
-            return self._pass_rows(
-                Phase.DECODE, rows, np.concatenate(layer_step), **sizes
-            )
+        if together or len(positions) > 1:
+            places = len(sequences) * self.layers
+            return self._counted(passes, places, rows["experts"], layer_step)
 
         # Where one sequence runs, every row is a layer step of K distinct experts.
         count, top_k = rows["experts"].shape
         experts = np.sort(rows["experts"].astype(np.int32), axis=1).reshape(-1)
-        return PassRows(
-            Phase.DECODE,
+        return passes(
             layer=rows["layer"].astype(np.int64),
             edges=np.arange(count + 1) * top_k,
             experts=experts,
             tokens=np.ones(len(experts), np.int32),
             row_edges=np.arange(count + 1),
-            pass_tokens=alive,
-            context_tokens=sizes["context_tokens"],
-            sequences=alive,
-            rows=rows,
         )
 
-    def _decode_spans(self, start: int, stop: int) -> list[slice]:
-        """The rows of each sequence in decode steps `start` to `stop`."""
-        spans = []
-        for prompt, generated in zip(
-            self._prompt_rows, self.generated.tolist(), strict=True
-        ):
-            first = prompt + self.layers * min(start, generated)
-            last = prompt + self.layers * min(stop, generated)
-            spans.append(slice(first, last))
-
-        return spans
-
-    def _context_tokens(self, spans: list[slice], count: int) -> np.ndarray:
-        """Largest position plus one in each of `count` decode steps: int64."""
-        context = np.zeros(count, dtype=np.int64)
-        for sequence, span in zip(self._group, spans, strict=True):
-            pos = sequence.pos[span][:: self.layers]
-            reached = context[: len(pos)]
-            np.maximum(reached, pos + 1, out=reached)
-
-        return context
-
-    def _pass_rows(
+    def _counted(
         self,
-        phase: Phase,
-        rows: dict[str, np.ndarray],
+        passes: Callable[..., PassRows],
+        places: int,
+        experts: np.ndarray,
         layer_step: np.ndarray,
-        *,
-        tokens: np.ndarray,
-        context_tokens: np.ndarray,
-        sequences: np.ndarray,
     ) -> PassRows:
-        """Passes of rows that belong to these layer steps, int64 [R]; `tokens` [P]."""
-        places = len(tokens) * self.layers
+        """`passes` of rows [R, K] that belong to `layer_step` int64 [R] of `places`."""
         counts = np.zeros(places * self.experts, np.int64)
         # Workloads of all layer steps in one count, for so many rows at a time that the
         # numbers stay small beside the rows themselves.
         for first in range(0, len(layer_step), _COUNTED_ROWS):
             part = slice(first, first + _COUNTED_ROWS)
-            choice = layer_step[part, None] * self.experts + rows["experts"][part]
+            choice = layer_step[part, None] * self.experts + experts[part]
             counts += np.bincount(choice.reshape(-1), minlength=len(counts))
         used = np.flatnonzero(counts)
         row_edges = np.zeros(places + 1, np.int64)
         np.cumsum(np.bincount(layer_step, minlength=places), out=row_edges[1:])
 
-        return PassRows(
-            phase,
+        return passes(
             layer=np.arange(places) % self.layers,
             edges=np.searchsorted(used, np.arange(places + 1) * self.experts),
             experts=(used % self.experts).astype(np.int32),
             tokens=counts[used].astype(np.int32),
             row_edges=row_edges,
-            pass_tokens=tokens,
-            context_tokens=context_tokens,
-            sequences=sequences,
-            rows=rows,
             layer_step=layer_step,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import json
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.errors import TraceError
@@ -247,23 +248,17 @@ class ModelShape:
     @property
     def expert_sizes(self) -> tuple[int, ...]:
         """The different sizes of its experts in bytes, ascending."""
-        if self.bytes_by_expert:
-            return tuple(
-                sorted({size for layer in self.bytes_by_expert for size in layer})
-            )
-        return tuple(sorted(set(self.expert_bytes)))
+        return tuple(sorted(set(chain(*(self.bytes_by_expert or [self.expert_bytes])))))
 
     @property
     def max_expert_bytes(self) -> int:
         """Bytes of the largest expert: what a staging slot must hold."""
-        return max(map(max, self.bytes_by_expert or [self.expert_bytes]))
+        return self.expert_sizes[-1]
 
     @property
     def routed_bytes(self) -> int:
         """Bytes of all routed experts together."""
-        if self.bytes_by_expert:
-            return sum(map(sum, self.bytes_by_expert))
-        return sum(self.expert_bytes) * self.experts
+        return sum(map(sum, self.sizes_by_expert()))
 
     @property
     def expert_flops_per_token(self) -> int:

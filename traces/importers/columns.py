@@ -30,7 +30,6 @@ from moesim.traces.importers.readers.foreign import (
 )
 from moesim.traces.importers.readers.sequence_rows import counted
 from moesim.traces.importers.readers.tables import csv_rows, parquet_rows
-from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,8 +206,9 @@ def _rows(
     if head(path, 4) == b"PAR1":
         return blocks(parquet_rows(path, columns), sequences)
     line = _header_line(path)
-    parts = sections(path, line.strip().encode())
-    rows = csv_rows(path, _names(path), columns, parts, delimiter=_delimiter(line))
+    names = _names(path)
+    header = line.strip()
+    rows = csv_rows(path, names, columns, header=header, delimiter=_delimiter(line))
     return blocks(rows, sequences)
 
 

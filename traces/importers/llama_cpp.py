@@ -33,7 +33,6 @@ from moesim.traces.importers.readers.sequence_rows import (
     ended,
 )
 from moesim.traces.importers.readers.tables import csv_rows
-from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,8 +125,9 @@ def _passes(
     names = columns or ["layer", "expert"]
     name = "experts" if "experts" in names else "expert"
     widths = _Widths(path, 1 if name == "experts" else shape.top_k, shape.experts)
-    parts = sections(path, ",".join(_header(path) if columns else names).encode())
-    rows = blocks(csv_rows(path, names, {each: [each] for each in names}, parts))
+    header = ",".join(_header(path) if columns else names)
+    mapping = {each: [each] for each in names}
+    rows = blocks(csv_rows(path, names, mapping, header=header))
     first_row = 0
     for _, of_file in groupby(rows, lambda block: block["seq"][0]):
         passes.restart()

@@ -18,7 +18,6 @@ from moesim.traces.format.rows import blocks
 from moesim.traces.importers.readers.foreign import Foreign, head
 from moesim.traces.importers.readers.sequence_rows import phases, restarted
 from moesim.traces.importers.readers.tables import csv_rows
-from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +57,8 @@ def _rows(path: Path) -> Iterator[Block]:
     first_line = head(path, 1 << 16).split(b"\n", 1)[0].strip()
     ids = [f"e{rank}" for rank in range(first_line.count(b",") - 1)]
     columns = {"from_end": ["pos"], "layer": ["layer"], "experts": ids}
-    parts = sections(path, first_line) if _HEADER.fullmatch(first_line) else None
-    for block in blocks(csv_rows(path, ["pos", "layer", *ids], columns, parts)):
+    header = first_line.decode() if _HEADER.fullmatch(first_line) else ""
+    rows = csv_rows(path, ["pos", "layer", *ids], columns, header=header)
+    for block in blocks(rows):
         pos = block.pop("from_end")
         yield {**block, "pos": pos, "phase": phases(pos < 0)}

@@ -151,7 +151,7 @@ def _rows(passes: ForwardPasses, rows: Block) -> Block:
     layer = rows["layer"][starts]
     step = np.cumsum(np.diff(rows["step"][starts], prepend=rows["step"][0]) != 0)
     # How often its layer came before in its step.
-    micro_batch = occurrences([step, layer])
+    micro_batch = occurrences(step << 32 | layer, {})
 
     # Forward passes in order, each by layer.
     order = np.lexsort((layer, micro_batch, step))

@@ -104,9 +104,7 @@ def read(path: Path, shape: ModelShape | None, names: Mapped) -> Foreign:
 def _rows(
     path: Path, opening: _Preamble, columns: dict[str, list[str]]
 ) -> Iterator[Block]:
-    start = opening.size_bytes
-    part = (start, path.stat().st_size - start)
-    rows = csv_rows(path, opening.columns, columns, [part])
+    rows = csv_rows(path, opening.columns, columns, start=opening.size_bytes)
     # The order of turns is that of their numbers.
     for block in blocks(rows, keeps_numbers=True):
         if "weight" in block and not np.isfinite(block["weight"]).all():

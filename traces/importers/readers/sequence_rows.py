@@ -13,7 +13,7 @@ from moesim.traces.format.sorting import joined
 from moesim.traces.importers.readers.foreign import layout_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
@@ -139,31 +139,27 @@ def counted(blocks: Iterable[Block], *names: str) -> Iterator[Block]:
     """Rows without positions, which count those with the same numbers in these
     columns.
     """
-    counts: dict[tuple[int, ...], int] = {}
+    seen: dict[int, int] = {}
     for block in blocks:
-        yield {**block, "pos": occurrences([block[name] for name in names], counts)}
+        key = np.zeros(len(block["seq"]), np.int64)
+        for name in names:
+            key = key << 32 | block[name]
+        yield {**block, "pos": occurrences(key, seen)}
 
 
-def occurrences(
-    keys: Sequence[np.ndarray], counts: dict[tuple[int, ...], int] | None = None
-) -> np.ndarray:
-    """Return how often the keys [N] of each row came before; `counts` has how often
-    they did in earlier blocks.
+def occurrences(key: np.ndarray, seen: dict[int, int]) -> np.ndarray:
+    """Return how often the key int64 [N] of each row came before; `seen` has how often
+    it did in earlier blocks.
     """
-    order = np.lexsort(keys)
-    changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
-    starts = np.concatenate(([0], np.flatnonzero(changes) + 1))
-    sizes = np.diff(np.append(starts, len(order)))
-    number = np.arange(len(order)) - np.repeat(starts, sizes)
-    if counts is not None:
-        firsts = order[starts]
-        names = list(zip(*(key[firsts].tolist() for key in keys), strict=True))
-        before = np.array([counts.get(name, 0) for name in names])
-        counts |= zip(names, (before + sizes).tolist(), strict=True)
-        number += np.repeat(before, sizes)
-    by_row = np.empty_like(number)
-    by_row[order] = number
-    return by_row
+    keys, place, counts = np.unique(key, return_inverse=True, return_counts=True)
+    starts = np.cumsum(counts) - counts
+    order = np.argsort(place, kind="stable")
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order)) - np.repeat(starts, counts)
+
+    before = np.array([seen.get(each, 0) for each in keys.tolist()])
+    seen |= zip(keys.tolist(), (before + counts).tolist(), strict=True)
+    return number + before[place]
 
 
 def restarted(blocks: Iterable[Block]) -> Iterator[Block]:

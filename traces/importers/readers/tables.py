@@ -13,6 +13,7 @@ from moesim.traces.format.parquet import open_parquet, read_schema
 from moesim.traces.format.rows import Rows
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.foreign import decoding, layout_error
+from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,8 +48,9 @@ def csv_rows(
     path: Path,
     names: Sequence[str],
     mapping: Mapping[str, Sequence[str]],
-    parts: Iterable[tuple[int, int]] | None = None,
     *,
+    header: str = "",
+    start: int = 0,
     delimiter: str = ",",
 ) -> Iterator[Rows]:
     """Read the columns of a CSV that `mapping` has by our names.
@@ -57,8 +59,8 @@ def csv_rows(
         path: the file.
         names: all its columns, in order.
         mapping: our column -> theirs.
-        parts: first byte and length of the rows of each of the files that it was joined
-            of; one that is all of it where None.
+        header: the line above the rows of each of the files that it was joined of.
+        start: where rows begin, in a file without such lines.
         delimiter: between the columns.
 
     Raises:
@@ -82,8 +84,9 @@ def csv_rows(
                 ),
             )
 
-    if parts is None:
-        parts = [(0, path.stat().st_size)]
+    parts = [(start, path.stat().st_size - start)]
+    if header:
+        parts = sections(path, header.encode())
     return _rows(path, mapping, map(batches, parts))
 
 
