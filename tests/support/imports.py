@@ -96,20 +96,3 @@ def refused(source, message, options=None, shape=files.SHAPE):
         bring(source, options, shape)
     assert "\n" not in str(caught.value)
     assert not list(source.parent.glob("out.parquet*"))
-
-
-def survives(source, options):
-    """Either one line, or a trace that its reader accepts whole."""
-    out = source.parent / "out.parquet"
-    out.unlink(missing_ok=True)
-    try:
-        summary, trace = bring(source, options)
-    except TraceError as error:
-        told = str(error)
-    else:
-        assert sum(len(rows.pos) for rows in trace.sequences()) == summary.rows
-        return True
-    assert "\n" not in told
-    assert str(source) in told
-    assert not out.exists()
-    return False

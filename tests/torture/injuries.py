@@ -1,7 +1,9 @@
 """Injuries to the bytes of a file, as disks, networks, editors and attackers make them."""
 
 import json
+import re
 import tomllib
+from contextlib import suppress
 
 import tomli_w
 
@@ -25,94 +27,45 @@ def truncated(data, dice, _other):
     return data[: dice.randrange(len(data))]
 
 
-def mixed(data, dice, other):
-    """A piece of another file of the same kind in the same place."""
-    start = dice.randrange(len(data))
-    stop = start + dice.randint(1, max(1, len(data) // 3))
-    return data[:start] + other[start:stop] + data[stop:]
-
-
-def worded(data, dice, _other):
-    """Another word at a random place, or in the place of a number."""
+def spliced(data, dice, other):
+    """A piece is gone, stands there twice, or is a word or another file's."""
     at = dice.randrange(len(data))
-    length = dice.randint(0, 6)
-    return data[:at] + dice.choice(WORDS) + data[at + length :]
+    stop = at + dice.randint(0, 40)
+    words = dice.choice(WORDS), b"", 2 * data[at:stop], other[at:stop]
+    return data[:at] + dice.choice(words) + data[stop:]
 
 
 def numbered(data, dice, _other):
-    """Another value in the place of a whole number or text."""
-    digits = [at for at in range(len(data)) if data[at : at + 1].isdigit()]
-    if not digits:
+    """Another value in the place of a whole number."""
+    numbers = list(re.finditer(rb"\d+", data))
+    if not numbers:
         return flipped(data, dice, _other)
-    at = stop = dice.choice(digits)
-    while at > 0 and data[at - 1 : at].isdigit():
-        at -= 1
-    while stop < len(data) and data[stop : stop + 1].isdigit():
-        stop += 1
-    return data[:at] + dice.choice(WORDS) + data[stop:]
-
-
-def repeated(data, dice, _other):
-    """A piece stands there twice."""
-    at = dice.randrange(len(data))
-    length = dice.randint(1, 40)
-    return data[:at] + data[at : at + length] + data[at:]
-
-
-def removed(data, dice, _other):
-    """A piece is missing."""
-    at = dice.randrange(len(data))
-    return data[:at] + data[at + dice.randint(1, 12) :]
+    number = dice.choice(numbers)
+    return data[: number.start()] + dice.choice(WORDS) + data[number.end() :]
 
 
 VALUES = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    3,
-    2.5,
-    -0.0,
-    1e308,
-    float("nan"),
-    float("inf"),
-    10**12,
-    10**30,
-    "",
-    "x",
-    "\x00",
-    "\ud800",
-    "../../etc/passwd",
-    [],
-    {},
-    [None],
-    [[[]]],
+    None, True, -1, 0, 1, 3, 2.5, -0.0, 1e308, float("nan"), float("inf"), 10**12,
+    10**30, "", "x", "\x00", "\ud800", "../../etc/passwd", [], {}, [None], [[[]]],
     {"x": 1},
-)
+)  # fmt: skip
 
 
-def restructured(data, dice, _other):
+def restructured(data, dice, other):
     """Another value, one less, one more or two exchanged in JSON, JSON lines or TOML.
 
     What is none of these gets another injury.
     """
     text = data.decode("utf-8", "replace")
-    try:
-        return json.dumps(_changed(json.loads(text), dice)).encode()
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return tomli_w.dumps(_changed(tomllib.loads(text), dice)).encode()
-    except (ValueError, TypeError, AttributeError):
-        pass
+    for read, write in ((json.loads, json.dumps), (tomllib.loads, tomli_w.dumps)):
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):
+            return write(_changed(read(text), dice)).encode()
     lines = text.split("\n")
     at = dice.randrange(len(lines))
-    try:
+    with suppress(ValueError, RecursionError):
         lines[at] = json.dumps(_changed(json.loads(lines[at]), dice))
-    except ValueError:
-        return worded(data, dice, _other)
-    return "\n".join(lines).encode("utf-8", "replace")
+        return "\n".join(lines).encode("utf-8", "replace")
+    return spliced(data, dice, other)
 
 
 def _changed(tree, dice):
@@ -144,7 +97,7 @@ def _changed(tree, dice):
 
 # JSON begins with a bracket, our TOML with a key or a comment.
 TREES_BEGIN = tuple(bytes([letter]) for letter in b"[{#nt")
-INJURIES = (flipped, truncated, mixed, worded, numbered, repeated, removed)
+INJURIES = (flipped, truncated, numbered, spliced, spliced, spliced)
 
 
 def injured(data, dice, other):

@@ -289,20 +289,17 @@ def _saved_config(folder, seed):
 # -- files of others -------------------------------------------------------------------
 
 
-def _bench(folder, seed):
-    from support.bench_files import as_json, row
+def _bench(kind):
+    def make(folder, seed):
+        from support import bench_files
 
-    rows = [row("tg", 128, 20.0 + seed), row("pp", 512, 300.0, n_cpu_moe=4)]
-    (folder / "bench.json").write_text(as_json(rows))
-    return folder / "bench.json"
+        row = bench_files.row
+        rows = [row("tg", 128, 20.0 + seed), row("pp", 512, 300.0, n_cpu_moe=4)]
+        text = getattr(bench_files, f"as_{kind}")(rows)
+        (folder / f"bench.{kind}").write_text(text)
+        return folder / f"bench.{kind}"
 
-
-def _bench_csv(folder, seed):
-    from support.bench_files import as_csv, row
-
-    rows = [row("tg", 128, 20.0 + seed), row("pp", 512, 300.0, n_cpu_moe=4)]
-    (folder / "bench.csv").write_text(as_csv(rows))
-    return folder / "bench.csv"
+    return make
 
 
 def _read_bench(path):
@@ -357,24 +354,15 @@ def _foreign(name):
         return write(folder, name, files.routing(((3, 2), (2, 2)), seed=seed))
 
     def read(path):
-        from support.imports import WRITERS, files
+        from support.imports import WRITERS, bring
 
-        from moesim.traces.importers import import_trace
-        from moesim.traces.models import model_shape
-
-        out = path.parent / "out.parquet"
         for old in path.parent.glob("out.parquet*"):
             old.unlink()
         try:
-            shape = model_shape(files.SHAPE)
-            import_trace(path, out, shape=shape, options=WRITERS[name][2])
+            return _read_trace(bring(path, WRITERS[name][2])[1].path)[1]
         except BaseException:
-            left = [
-                one.name for one in path.parent.iterdir() if "out.parquet" in one.name
-            ]
-            assert not left, f"left behind: {left}"
+            assert not list(path.parent.glob("*out.parquet*")), "left behind"
             raise
-        return _read_trace(out)[1]
 
     return Subject(f"foreign {name}", make, read)
 
@@ -401,8 +389,8 @@ def subjects():
         Subject("hardware profile", _profile, _read_profile),
     ]
     others = [
-        Subject("llama-bench JSON", _bench, _read_bench),
-        Subject("llama-bench CSV", _bench_csv, _read_bench),
+        Subject("llama-bench JSON", _bench("json"), _read_bench),
+        Subject("llama-bench CSV", _bench("csv"), _read_bench),
         Subject("GGUF header", _gguf, _read_model),
         Subject("config.json of a model", _hf_config, _read_hf),
         Subject("prompts", _prompts, _read_prompts),

@@ -3,13 +3,11 @@ line and no trace.
 """
 
 import json
-import random
 
 import numpy as np
 import pytest
 from support import foreign_files as files
-from support.imports import WRITERS, bring, compare, refused, survives, write
-from torture.injuries import injured
+from support.imports import WRITERS, bring, compare, refused, write
 
 from moesim.traces.importers import importers
 
@@ -39,33 +37,6 @@ def test_the_name_of_a_file_says_nothing(tmp_path, name):
     source = write(tmp_path, name)
     renamed = source.rename(tmp_path / "a.parquet")
     assert bring(renamed, WRITERS[name][2])[0].importer == WRITERS[name][1]
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_file_cut_off_anywhere_is_refused_or_a_whole_shorter_trace(tmp_path, name):
-    data = write(tmp_path, name).read_bytes()
-    source = tmp_path / "cut"
-    for share in (0.0, 0.01, 0.3, 0.6, 0.9, 0.999):
-        source.write_bytes(data[: int(share * len(data))])
-        survives(source, WRITERS[name][2])
-
-
-MUTANTS = 100
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
-    """Bytes changed, removed, doubled or exchanged at random places: only a line, or a
-    valid trace.
-    """
-    data = write(tmp_path, name, files.routing(((3, 2), (2, 2)))).read_bytes()
-    source = tmp_path / "mutant"
-    dice = random.Random(name)
-    accepted = 0
-    for _ in range(MUTANTS):
-        source.write_bytes(injured(data, dice, data))
-        accepted += survives(source, WRITERS[name][2])
-    assert accepted < MUTANTS
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -1,9 +1,7 @@
-"""Kills at random moments, signals, and errors of the file system at every call:
-whatever stands under a result's name is whole, the older one or the newer, and the next
-run gives the same bytes.
+"""Kills and signals at random moments: whatever stands under a result's name is whole,
+the older one or the newer, and the next run gives the same bytes.
 """
 
-import errno
 import hashlib
 import os
 import random
@@ -32,9 +30,6 @@ COMMANDS = {
     "hits": "hits smallSEED.parquet --cache-ratio 0.25,0.5 --png out/hits.png",
     "sweep": "sweep smallSEED.parquet --policy greedy,on-demand --steps 20 --jobs 1 --results out/results --table out/t.csv",
 }
-FAILING = (
-    "import ctypes; ctypes.CDLL(None).fail_at({below!r}, {nth}, {error}, {stays}); "
-)
 MAIN = "import sys; from moesim.start import main; main(sys.argv[1:])"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -57,19 +52,17 @@ class Stage:
             self.clean[seed] = self.digests()
             shutil.move(folder / "out", folder / f"out{seed}")
 
-    def started(self, seed, before="", **environment):
+    def started(self, seed):
         (self.folder / "out").mkdir(exist_ok=True)
         return subprocess.Popen(
             [
                 sys.executable,
                 "-c",
-                before + MAIN,
+                MAIN,
                 *self.words.replace("SEED", str(seed)).split(),
             ],
             cwd=self.folder,
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "SOURCE_DATE_EPOCH": "0"}
-            | environment,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "SOURCE_DATE_EPOCH": "0"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -132,41 +125,4 @@ def test_what_is_ended_at_any_moment_leaves_whole_results(stage, number):
             assert not list((stage.folder / "out").rglob(".*.part"))
         assert stage.ended(stage.started(NEWER))[0] == 0
         assert stage.digests() == stage.clean[NEWER]
-        assert not list((stage.folder / "out").rglob(".*.part"))
-
-
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs Linux and a C compiler")
-    library = tmp_path_factory.mktemp("failing") / "failing.so"
-    source = Path(__file__).with_name("failing.c")
-    words = [compiler, "-shared", "-fPIC", "-O1", "-w", source, "-o", library, "-ldl"]
-    subprocess.run(words, check=True)
-    return str(library)
-
-
-def test_a_disk_that_fails_at_any_call_is_one_line_and_the_older_result(stage, failing):
-    dice = random.Random(0)
-    for _ in range(ATTACKS):
-        with_older = dice.random() < 0.5
-        stage.laid_out(with_older=with_older)
-        error = dice.choice((errno.ENOSPC, errno.EIO, errno.EDQUOT))
-        before = FAILING.format(
-            below=str(stage.folder / "out").encode(),
-            nth=dice.choice(
-                (dice.randrange(6), dice.randrange(40), dice.randrange(400))
-            ),
-            error=error,
-            stays=int(error != errno.EIO and dice.random() < 0.7),
-        )
-        code, lines = stage.ended(stage.started(NEWER, before, LD_PRELOAD=failing))
-        assert code in (0, 2), lines
-        assert code == 0 or len(lines) == 1, lines
-        assert stage.halves() == []
-        if code == 0:
-            assert stage.digests() == stage.clean[NEWER]
-        if with_older and not stage.resumes:
-            assert stage.digests().keys() >= stage.clean[OLDER].keys()
         assert not list((stage.folder / "out").rglob(".*.part"))
