@@ -233,23 +233,22 @@ class Trace:
             # One thread: a replay keeps the other cores for what it times.
             batches = file.iter_batches(fitting, columns=names, use_threads=False)
             while True:
+                fault = partial(self._error, base)
                 try:
                     batch = next(batches, None)
+                    if batch is None:
+                        return
+                    if not batch.num_rows:
+                        continue
+                    arrays = {name: [batch.column(name)] for name in names}
+                    rows = Rows(arrays, batch.num_rows, fault)
+                    (block,) = blocks([rows], keeps_numbers=True, widths=widths)
                 except (pa.ArrowException, OSError) as error:
                     reason = _first_line(error)
                     raise TraceError(
                         f"{self.path}: after row {base}: {reason}; {_AGAIN}"
                     ) from None
 
-                if batch is None:
-                    return
-                if not batch.num_rows:
-                    continue
-
-                fault = partial(self._error, base)
-                arrays = {name: [batch.column(name)] for name in names}
-                rows = Rows(arrays, batch.num_rows, fault)
-                (block,) = blocks([rows], keeps_numbers=True, widths=widths)
                 block, last = checked_rows(block, self.shape, last, fault)
                 yield block
                 base += batch.num_rows
@@ -314,45 +313,6 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
         yield file
 
 
-def _check_schema(path: Path, schema: pa.Schema) -> None:
-    """Refuse missing columns and wrong kinds; other widths of numbers are converted
-    while reading.
-    """
-    missing = [name for name in REQUIRED_COLUMNS if name not in schema.names]
-    if missing:
-        raise TraceError(
-            f"{path}: column {missing[0]!r} is missing, found"
-            f" {', '.join(schema.names)}; `moesim trace import` converts foreign"
-            " layouts"
-        )
-
-    for name in schema.names:
-        if name not in (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS):
-            continue
-        kind = schema.field(name).type
-        fits, expected = _fits(name, kind)
-        if not fits:
-            raise TraceError(
-                f"{path}: column {name!r}: expected {expected}, found {kind}; import"
-                " it again"
-            )
-
-
-def _fits(name: str, kind: pa.DataType) -> tuple[bool, str]:
-    """Tell whether a column may have this type, and the type it should have."""
-    # Widths are converted while reading, kinds are not: floats are no ids.
-    is_list = pa.types.is_list(kind)
-    inner = kind.value_type if is_list or pa.types.is_dictionary(kind) else kind
-
-    if name == "phase":
-        return pa.types.is_string(inner), "dictionary of strings"
-    if name in ("seq", "pos", "layer", "token"):
-        return pa.types.is_integer(kind), "integers"
-    if name == "experts":
-        return is_list and pa.types.is_integer(inner), "list<uint16>"
-    return is_list and pa.types.is_floating(inner), "list<float16>"
-
-
 def open_trace(path: Path | str) -> Trace:
     """Open a trace and check all that can be known without reading rows.
 
@@ -378,7 +338,13 @@ def open_trace(path: Path | str) -> Trace:
             )
 
         header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
-        _check_schema(path, file.schema_arrow)
+        names = file.schema_arrow.names
+        missing = [name for name in REQUIRED_COLUMNS if name not in names]
+        if missing:
+            raise TraceError(
+                f"{path}: column {missing[0]!r} is missing, found {', '.join(names)};"
+                " `moesim trace import` converts foreign layouts"
+            )
         if not file.metadata.num_rows:
             raise TraceError(
                 f"{path}: expected at least one row, found an empty trace; {_AGAIN}"
