@@ -225,7 +225,10 @@ def test_arrivals_are_an_axis(command, tmp_path, tiny_shape):
     assert "such requests/s" in out
 
 
-@pytest.mark.parametrize("text", ["poisson:0", "poisson:x", "nothing.txt", "poisson"])
+@pytest.mark.parametrize(
+    "text",
+    ["poisson:0", "poisson:-1", "poisson:nan", "poisson:x", "nothing.txt", "poisson"],
+)
 def test_what_are_no_arrivals_is_said(text):
     with pytest.raises(TraceError, match="expected poisson:RATE"):
         arrival_times(text, 0)

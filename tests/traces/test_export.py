@@ -56,18 +56,6 @@ def test_oracle_general_record_by_record(tmp_path, long_trace):
         following[layer, expert] = number
 
 
-def test_libcachesim_reads_the_same_requests(tmp_path, long_trace):
-    export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle-general")
-    reader = libcachesim.TraceReader(
-        str(tmp_path / "t.oracleGeneral"), libcachesim.TraceType.ORACLE_GENERAL_TRACE
-    )
-    expected = list(requests(long_trace))
-    assert reader.get_num_of_req() == len(expected)
-    for (step, layer, expert), request in zip(expected, reader, strict=False):
-        assert (request.clock_time, request.obj_size) == (step, 1 << 20)
-        assert request.obj_id == layer * 8 + expert
-
-
 @pytest.mark.parametrize("slots", [4, 9, 16])
 def test_libcachesim_misses_what_a_list_misses(tmp_path, long_trace, slots):
     """LRU as an ordered dict; Belady by looking for the farthest next use. Both from

@@ -82,6 +82,8 @@ def test_rows_belong_to_the_prompts_that_claim_them(brought):
     first, second = trace.sequences()
     assert first.experts[-1].tolist() == [254, 242, 58, 12, 159, 197, 175, 215]
     assert second.experts[1].tolist() == [96, 132, 55, 129, 107, 221, 10, 115]
+    # What experts were selected by is no weight.
+    assert not trace.columns
 
 
 def test_rows_of_a_batch_keep_ids_and_weights(brought):

@@ -236,6 +236,18 @@ def test_a_weight_format_that_nobody_stated_is_called_so(command, tmp_path):
     assert "(q8_0)" in command(*words, shape, "--quant", "Q8_0")[1]
 
 
+def test_experts_are_those_that_the_maker_publishes(command, tmp_path):
+    """gpt-oss in MXFP4, 12.6 MiB an expert; 47.5 where somebody says bf16."""
+    rows = {"pos": [0] * 36, "layer": range(36), "experts": [[0, 1, 2, 3]] * 36}
+    pq.write_table(pa.table(rows), tmp_path / "dump.parquet")
+    words = ["trace", "import", tmp_path / "dump.parquet", tmp_path / "q.parquet"]
+    for quant, size in (([], 13_219_200), (["--quant", "bf16"], 6 * 2880 * 2880)):
+        code, printed, _ = command(*words, "--shape", "gpt-oss-120b", *quant)
+        assert code == 0
+        assert f"{size / 2**20:.1f} MiB each" in printed
+        assert set(open_trace(words[-1]).shape.expert_bytes) == {size}
+
+
 def test_the_command_takes_a_file_for_each_layer(command, tmp_path):
     _, files = layer_files(tmp_path)
     out = tmp_path / "out.parquet"

@@ -5,7 +5,6 @@ import pytest
 from support import foreign_files as files
 from support.imports import WRITERS, bring, write
 
-from moesim.traces.format import sorting
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import hf_router_logits, sglang
 from moesim.traces.importers.readers import json_lines, tables
@@ -43,19 +42,6 @@ def lines_of(path):
         next(number for number, line in enumerate(lines) if line.startswith("turn")) + 1
     )
     return lines[:first], lines[first:]
-
-
-@pytest.mark.parametrize("limit", [1 << 20, 0])
-def test_route_trace_lines_that_stand_apart_are_sorted(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)
-    path = files.route_trace(tmp_path / "dump", files.routing())
-    _, trace = bring(path)
-    whole = told(trace, ("weights",))
-    head, rows = lines_of(path)
-    order = np.random.default_rng(0).permutation(len(rows))
-    path.write_text("\n".join([*head, *(rows[row] for row in order)]) + "\n")
-    _, trace = bring(path)
-    assert told(trace, ("weights",)) == whole
 
 
 def test_route_trace_one_unknown_weight_makes_all_unknown(tmp_path, monkeypatch):

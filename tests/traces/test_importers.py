@@ -134,18 +134,3 @@ def test_provenance_names_file_and_importer(tmp_path):
     told = trace.header.provenance
     assert (told["importer"], told["file"], told["model"]) == ("vllm", "dump", "m")
     assert json.dumps(told)
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_pickle_of_anything_is_refused(tmp_path, name, capsys):
-    """Whatever ending it has, and whatever importer would like it."""
-    import pickle
-
-    class Bomb:
-        def __reduce__(self):
-            return print, ("executed",)
-
-    ending = write(tmp_path, name).suffix
-    (tmp_path / f"bomb{ending}").write_bytes(pickle.dumps([Bomb()], protocol=4))
-    refused(tmp_path / f"bomb{ending}", "found a bare pickle, which is never executed")
-    assert capsys.readouterr().out == ""

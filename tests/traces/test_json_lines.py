@@ -36,15 +36,6 @@ def read(*args, **query):
     return columns_of(rows)
 
 
-def test_two_lines_by_hand(dump):
-    text = '{"pos": 3, "ids": [1, 2], "name": "a"}\n{"ids": [], "pos": -0.5}'
-    held = text.encode().splitlines()
-    for rows in (*pieces(dump, text), *json_rows(dump, ROW, COLUMNS, held=held)):
-        found = {"pos": [3.0, -0.5], "name": ["a", None], "ids": [[1, 2], []]}
-        assert columns_of(rows) == found
-        assert "line 2: x: expected y, found {" in str(rows.fault(1, "x", "y", 0))
-
-
 def test_lists_have_a_row_for_each_value(dump):
     """Where a line has none, one that is null, so that it is not passed over."""
     text = '{"pos": 1, "ids": [5, 6]}\n{"pos": 2, "ids": []}\n{"pos": 3}'

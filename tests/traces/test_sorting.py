@@ -143,7 +143,13 @@ def test_sequences_are_numbered_by_their_first_row(labels):
 
 @pytest.mark.parametrize(
     "writer",
-    [files.columns_long, files.moesim_unordered, files.per_token, files.routing_rows],
+    [
+        files.columns_long,
+        files.moesim_unordered,
+        files.per_token,
+        files.route_trace,
+        files.routing_rows,
+    ],
 )
 def test_an_import_out_of_memory_equals_one_in_memory(tmp_path, monkeypatch, writer):
     source = writer(tmp_path / "dump", files.routing())
@@ -154,6 +160,10 @@ def test_an_import_out_of_memory_equals_one_in_memory(tmp_path, monkeypatch, wri
     elif writer is files.per_token:
         lines = source.read_text().splitlines()
         source.write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
+    elif writer is files.route_trace:
+        head, rows = source.read_text().split("dropped\n")
+        lines = rows.splitlines()[::-1]
+        source.write_text("\n".join([f"{head}dropped", *lines]) + "\n")
     made = []
     for limit in (1 << 30, 0):
         monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)

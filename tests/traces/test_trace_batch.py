@@ -212,19 +212,3 @@ def test_the_future_agrees_with_a_linear_scan(tmp_path_factory, drawn, batch, da
             inside = 0 <= now < len(steps)
             active = steps[now].layers[layer].experts.tolist() if inside else []
             assert future.active(now, layer).tolist() == active
-
-
-def test_the_future_reaches_over_a_long_silence(tmp_path, tiny_shape):
-    """Expert 7 works in steps 0 and 99 only; jumps of more than 32 steps search
-    afresh.
-    """
-    path = tmp_path / "t.parquet"
-    with TraceWriter(path, TraceHeader(tiny_shape)) as writer:
-        for pos in range(100):
-            experts = np.tile([0, 7 if pos in (0, 99) else 1], (3, 1))
-            writer.write(0, pos, Phase.DECODE, np.arange(3), experts)
-    future = RecordedFuture.of(open_trace(path))
-    uses = [future.next_use(step, 1, 7) for step in (-1, 0, 50, 98, 99, 10)]
-    assert uses == [0, 99, 99, 99, 100, 99]
-    shorter = RecordedFuture.of(open_trace(path), steps=99)
-    assert shorter.next_use(0, 1, 7) == 99 == future.never - 1

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from support.processes import output_of
-from support.small_trace import write_trace
 from support.strategies import traces
 
 from moesim.base.errors import TraceError
@@ -292,9 +291,3 @@ def test_reading_never_imports_pandas_or_torch(make_trace):
         " 'torch'} & set(sys.modules)))"
     )
     assert output_of("-c", code).strip() == "[]"
-
-
-def test_write_trace_helper_is_deterministic(tmp_path, tiny_shape):
-    one = write_trace(tmp_path / "1.parquet", tiny_shape, seed=3)
-    two = write_trace(tmp_path / "2.parquet", tiny_shape, seed=4)
-    assert one.read_bytes() != two.read_bytes()
