@@ -3,12 +3,14 @@ line and no trace.
 """
 
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from support import foreign_files as files
 from support.imports import WRITERS, bring, compare, refused, write
 
+from moesim.base.errors import TraceError
 from moesim.traces.importers import importers
 
 
@@ -37,6 +39,16 @@ def test_the_name_of_a_file_says_nothing(tmp_path, name):
     source = write(tmp_path, name)
     renamed = source.rename(tmp_path / "a.parquet")
     assert bring(renamed, WRITERS[name][2])[0].importer == WRITERS[name][1]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_cut_off_anywhere_is_refused_or_a_whole_shorter_trace(tmp_path, name):
+    data = write(tmp_path, name).read_bytes()
+    for share in (0.0, 0.01, 0.3, 0.6, 0.9, 0.999):
+        (tmp_path / "cut").write_bytes(data[: int(share * len(data))])
+        with suppress(TraceError):
+            summary, trace = bring(tmp_path / "cut", WRITERS[name][2])
+            assert sum(len(rows.pos) for rows in trace.sequences()) == summary.rows
 
 
 @pytest.mark.parametrize("name", WRITERS)

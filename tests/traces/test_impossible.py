@@ -615,6 +615,12 @@ FOREIGN = [
         )
     ],
     *[
+        ("json_export", in_json(0, f"conditional.prompts.0.{key}", value))
+        for key, value in cases(
+            ("start_row decode_step_rows", [-1, 999, "x"]), ("end_row", [0, 999])
+        )
+    ],
+    *[
         ("columns_csv", in_csv(column, value, ";"))
         for column, value in cases(
             ("block e0", [-1, 9, "x"]), ("position", [-1, "x"]), ("w0", ["x"])
