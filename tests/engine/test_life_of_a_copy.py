@@ -189,6 +189,18 @@ def test_a_replacement_waits_until_the_one_it_replaces_is_free():
     assert states_of(planner)[1].tolist() == [ABSENT, RESIDENT, ABSENT, RESIDENT]
 
 
+def test_a_replacement_of_who_has_left_is_forgotten():
+    """(2,3) is on the link 3-7, (1,3) waits for the place of (1,0). Layer 1 fetches
+    (1,2) before it, 7-11, which takes that place.
+    """
+    planner = made(cache="swapping")
+    passes = steps([routed(0, 0), routed(1, 2), routed(2, 1)])
+    _, timeline = run(planner, passes)
+    assert spans(timeline, "fetch") == [("h2d0", 2, 7, 11)]
+    assert spans(timeline, "replace") == [("h2d0", 3, 3, 7)]
+    assert not planner.gpu[0].wished[1 * 4 + 3]
+
+
 # -- 2. what is awaited is promoted -----------------------------------------------------
 
 
