@@ -15,9 +15,13 @@ from moesim.advice.machine import Grade, describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.commands import override_pattern, server_command
 from moesim.advice.plan.memory import Candidate, Job, bill_of
+from moesim.advice.plan.what_if import replayed_hits
+from moesim.advice.tables import table
 from moesim.advice.times.step_times import key_passes
 from moesim.advice.times.work import Setting, placement_bound
 from moesim.base.errors import AdviceError
+from moesim.traces.synthetic.generate import synthesise
+from moesim.traces.synthetic.saved import model_like, shipped_statistics
 
 MODEL = "qwen3-30b-a3b"
 PC = {
@@ -155,6 +159,16 @@ def test_hits_of_an_expert_cache_come_from_this_models_routing_or_are_wide():
         for each in (known, open_ended)
     ]
     assert widths[0] < widths[1]
+
+
+def test_shipped_hits_are_those_of_a_replay(tmp_path):
+    known = table("cache_hits")
+    trace = tmp_path / "drawn.parquet"
+    synthesise(model_like("olmoe-1b-7b"), trace, tokens=192)
+    at = known["ratios"].index(0.5)
+    shipped = known["models"]["olmoe-1b-7b"]["hits"][at]
+    assert replayed_hits(trace, 0.5) == pytest.approx(shipped, abs=0.001)
+    assert set(known["models"]) == set(shipped_statistics())
 
 
 def test_a_machine_without_a_card_and_one_chip():

@@ -1,7 +1,7 @@
 """What other memory, link, quantisation or an expert cache would change.
 
 The first three exchange one figure of machine or model and predict again; the last
-replays the routing through a cache and takes its hit rate.
+takes the hit rate of a replay of this model's routing, made here or before it shipped.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from moesim.advice.model.catalogue import named_contents, shape_named
 from moesim.advice.plan.memory import advisable, candidates
 from moesim.advice.plan.ranking import Forecast
+from moesim.advice.tables import table
 from moesim.advice.times.cache_engine import (
     EngineTraits,
     HostRates,
@@ -25,7 +28,6 @@ from moesim.advice.times.latents import Interval, Prior
 from moesim.advice.times.priors import PriorTable
 from moesim.advice.times.step_times import latents_of, misfits_of
 from moesim.base.errors import AdviceError
-from moesim.base.files import ScratchFolder
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.weight_formats import bytes_per_weight, recipe
 
@@ -44,7 +46,6 @@ QUANTS = ("IQ3_XXS", "Q4_K_M", "Q5_K_M", "Q8_0")
 CACHE_POLICY = "lfu:decay=0.96"
 # Copies into the cache per token, as a share of its misses, under that policy.
 ADMITTED_SHARE = 0.3
-SYNTHETIC_TOKENS = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,13 +354,16 @@ def _hits(model: ModelContents, ratio: float, trace: Path | None) -> CacheHits:
     if ratio >= 1 or ratio <= 0:
         return CacheHits(Interval(1e6 if ratio else 1e-6, 0.0), "no cache needed")
     if trace is not None:
-        rate = _replayed_hits(trace, ratio)
+        rate = replayed_hits(trace, ratio)
         odds = Interval(rate / (1 - rate), TEXT_ODDS_SPREAD)
         return CacheHits(odds, f"replayed on {trace.name}")
     odds = Interval(SLOT_ODDS * ratio / (1 - ratio), SLOT_ODDS_SPREAD)
+    known = table("cache_hits")
     name = routing_known(model)
     if name:
-        rate, tokens = _drawn_hits(name, ratio)
+        rows = known["models"][name]
+        rate = float(np.interp(ratio, known["ratios"], rows["hits"]))
+        tokens = rows["tokens"]
         few = FEW_TOKENS_SPREAD / math.sqrt(tokens)
         text = Interval(rate / (1 - rate), TEXT_ODDS_SPREAD + few)
         note = f"on routing with the statistics of {name}, {tokens:,} tokens"
@@ -379,35 +383,19 @@ def combined(first: Interval, second: Interval) -> Interval:
 
 def routing_known(model: ModelContents) -> str:
     """Return the shipped statistics of a model's routing; empty without any."""
-    from moesim.traces.synthetic.saved import (  # noqa: PLC0415 # loads much
-        shipped_statistics,
-    )
-
     shape = shape_named(model.name)
     names = {name.lower() for name in (model.name, shape["name"] if shape else "")}
-    return next((name for name in shipped_statistics() if name in names), "")
+    return next((name for name in table("cache_hits")["models"] if name in names), "")
 
 
-def _replayed_hits(trace: Path, ratio: float) -> float:
+def replayed_hits(trace: Path, ratio: float) -> float:
+    """Replay routing through the cache, and count its hits."""
     from moesim.runs.config import MemoryOptions  # noqa: PLC0415 # replays load much
     from moesim.runs.replay import replay_cache  # noqa: PLC0415
 
     memory = MemoryOptions(cache_ratio=ratio, cache_scope="layer")
     counts = replay_cache(trace, CACHE_POLICY, memory=memory)
     return min(1 - 1e-6, max(1e-6, float(counts["hit_rate_active"])))
-
-
-def _drawn_hits(name: str, ratio: float) -> tuple[float, int]:
-    """Hit rate on routing drawn from statistics, and the tokens that they are of."""
-    from moesim.traces.synthetic.generate import synthesise  # noqa: PLC0415
-    from moesim.traces.synthetic.saved import model_like  # noqa: PLC0415
-
-    statistics = model_like(name)
-    with ScratchFolder() as folder:
-        path = folder / "synthetic.parquet"
-        synthesise(statistics, path, tokens=SYNTHETIC_TOKENS)
-        rate = _replayed_hits(path, ratio)
-    return rate, int(statistics.provenance["fitted_tokens"])
 
 
 def shape_of(model: ModelContents) -> ModelShape:
