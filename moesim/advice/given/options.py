@@ -97,7 +97,7 @@ class Settings:
     keep_bytes: int = 0
     cache_mib: int | None = None
     cache_slots: int | None = None
-    used_only: bool = False
+    all_uploaded: bool = False
     unpinned: bool = False
     no_uploads: bool = False
     repacked: bool = False
@@ -160,6 +160,10 @@ _VARIABLE = re.compile(
     r"""\b([A-Z][A-Z0-9]*_[A-Z0-9_]+)\s*(?:=|:\s)\s*("[^"]*"|'[^']*'|[^\s;&"']+)["']?"""
 )
 _CONTINUED = re.compile(r"[\\^`][ \t]*\r?\n")
+# Arguments as compose files list them: ``["-ngl", "99"]``, or one a line behind a dash.
+_LISTED = re.compile(r"""\[\s*(["']-.*["'])\s*\]""", re.DOTALL)
+_BETWEEN = re.compile(r"""(?<=["'])\s*,\s*(?=["'])""")
+_ITEM = re.compile(r"^\s*-\s+", re.MULTILINE)
 # So alike are a slip of the pen and the option that was meant.
 MISSPELT = 0.85
 # What ends a command in a shell.
@@ -173,7 +177,8 @@ def read_flags(text: str) -> Given:
         AdviceError: of another engine, nothing that is an option, an option without
             its value, or a value that is none; in one line.
     """
-    line = _CONTINUED.sub(" ", text).strip()
+    line = _ITEM.sub(" ", _CONTINUED.sub(" ", text)).strip()
+    line = _LISTED.sub(lambda listed: _BETWEEN.sub(" ", listed[1]), line)
     if not line:
         raise AdviceError("--flags: empty; give a command line, as in 'llama-server …'")
     engine = _engine(line)
