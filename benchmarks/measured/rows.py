@@ -27,7 +27,7 @@ from moesim.advice.times.step_times import (
     decode_target,
     prefill_target,
 )
-from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, Setting
+from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, NEVER, Setting
 from moesim.base.errors import AdviceError
 from moesim.base.inputs import read_text
 from moesim.traces.weight_formats import recipe
@@ -786,6 +786,9 @@ def _bench_runs(  # one branch per reason to skip
         if kind == "prefill" and tokens is None:
             # A prompt of unknown length has unknown micro-batches.
             continue
+        if kind == "prefill" and not _computed_where(row, machine, fork):
+            # Their size decides whether processor or card computes it.
+            continue
         before = depth
         if kind == "prefill" and depth == tokens:
             # The server's depth of a decode row is the prompt that came before.
@@ -813,8 +816,13 @@ def _bench_runs(  # one branch per reason to skip
 
 
 def _fork(row: Row) -> str:
-    """Name the fork that made a row; a folder "ik-against-llama.cpp" is none."""
+    """Name the fork that made a row; a folder "ik-against-llama.cpp" is none.
+
+    What a thread of the fork says of llama.cpp itself begins with that name.
+    """
     words = row.text("engine") or f"{row.text('flags')} {row.text('source')}"
+    if words.startswith("llama.cpp"):
+        return ""
     return "ik_llama.cpp" if re.search(r"\bik_?", words) else ""
 
 
@@ -833,6 +841,13 @@ def _machine_name(row: Row) -> str:
 def _flag_number(flags: str, name: str) -> int | None:
     match = re.search(rf"(?:^|\s)-{{1,2}}{name}[ =]+(\d+)", flags)
     return int(match.group(1)) if match else None
+
+
+def _computed_where(row: Row, machine: Machine, fork: str) -> bool:
+    """Tell whether a row says who computes its prompt: in the fork, by ``-ub``."""
+    flags = row.text("flags")
+    stated = row.count("ubatch") or _flag_number(flags, "ub")
+    return not (fork and machine.graphics) or bool(stated) or "-rtr" in flags
 
 
 def _setting(row: Row, model: ModelContents, machine: Machine, flags: str) -> Setting:
@@ -857,14 +872,27 @@ def _setting(row: Row, model: ModelContents, machine: Machine, flags: str) -> Se
         used_only="copies all" not in lowered,
     )
     setting = _placed(row, model, machine, lowered, setting)
-    # ik_llama.cpp uploads all experts, from more tokens on.
-    # Source: ik_llama.cpp#520, which compares its main branch with the new rule.
-    if _fork(row):
-        layer = model.layers[model.moe_layers[0]]
-        before = re.search(r"-main\b", row.text("id"))
-        many = 32 if before else 32 * layer.experts // layer.top_k
-        setting = replace(setting, used_only=False, gpu_from_tokens=many)
-    return setting
+    return _of_the_fork(row, model, setting) if _fork(row) else setting
+
+
+# From this pull request on ik_llama.cpp uploads the used experts alone.
+USED_ONLY_SINCE = 842
+
+
+def _of_the_fork(row: Row, model: ModelContents, setting: Setting) -> Setting:
+    """Say who computes a prompt in ik_llama.cpp, and what is uploaded for it.
+
+    Source: ik_llama.cpp#520, which compares its main branch with the new rule, and
+    #842; run-time repacked experts stay on the processor.
+    """
+    layer = model.layers[model.moe_layers[0]]
+    before = re.search(r"-main\b", row.text("id"))
+    many = 32 if before else 32 * layer.experts // layer.top_k
+    if "-rtr" in row.text("flags"):
+        many = NEVER
+    thread = re.search(r"ik_llama\.cpp/\w+/(\d+)", row.text("source"))
+    used_only = thread is not None and int(thread.group(1)) >= USED_ONLY_SINCE
+    return replace(setting, iqk=True, used_only=used_only, gpu_from_tokens=many)
 
 
 def _placed(  # noqa: PLR0911 # one branch per way to say it

@@ -89,6 +89,17 @@ def test_n_cpu_moe_means_other_layers_in_ik_llama_cpp():
     assert plain.setting.on_host(named_contents(MODEL)) == tuple(range(24))
 
 
+def test_ik_llama_cpp_multiplies_faster_and_uploads_used_experts_alone():
+    """Its #842 made that the default; #533 names 2.1 times llama.cpp's products."""
+    line = "llama-server -ngl 99 --cpu-moe -c 8192 -ub 512"
+    fork = advise_flags(MODEL, f"ik_llama.cpp/{line} -rtr", **PC)
+    plain = advise_flags(MODEL, f"{line} --no-op-offload", **PC)
+    assert 1.3 < fork.prospect.prefill.value / plain.prospect.prefill.value < 2.5
+    assert fork.reading.setting.used_only
+    older = advise_flags(MODEL, f"ik_llama.cpp/{line} -no-ooae", **PC)
+    assert not older.reading.setting.used_only
+
+
 def test_the_second_card_is_asked_for_too_much():
     """A14: 35,378 MiB of weights asked of the second of two RTX 3090."""
     line = "llama-server -c 65536 -ub 2048 --n-cpu-moe 24 -ngl 99"

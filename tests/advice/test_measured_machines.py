@@ -33,7 +33,7 @@ from moesim.advice.times.population import (
 )
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
 from moesim.advice.times.step_times import decode_target
-from moesim.advice.times.work import Setting
+from moesim.advice.times.work import NEVER, Setting
 from moesim.base.errors import AdviceError
 
 WIDE = Path("../shared/reference/machines_wide")
@@ -187,7 +187,24 @@ def test_every_line_stands_beside_baselines_and_a_proper_score(judgement, tmp_pa
         ({"flags": "--n-cpu-moe 9 -ub 2048"}, {"cpu_layers": 9, "micro_batch": 2048}),
         ({"n_cpu_moe": "8", "ubatch": "1024"}, {"micro_batch": 1024}),
         ({"flags": "-ncmoe 8 -lm none"}, {"page_locked": True}),
-        ({"n_cpu_moe": "8", "flags": "ik -rtr"}, {"used_only": False}),
+        # The fork's GPU kernels know no repacked experts; it uploads the used ones
+        # alone since October 2025.
+        (
+            {"n_cpu_moe": "8", "flags": "ik -rtr", "pp_tokens": 512, "pp_tps": 90},
+            {"used_only": False, "iqk": True, "gpu_from_tokens": NEVER},
+        ),
+        (
+            {"n_cpu_moe": "8", "source": "ikawrakow/ik_llama.cpp/pull/2262"},
+            {"used_only": True, "iqk": True, "gpu_from_tokens": 32 * 32 // 4},
+        ),
+        (
+            {
+                "n_cpu_moe": "8",
+                "flags": "llama.cpp",
+                "source": "ikawrakow/ik_llama.cpp/discussions/357",
+            },
+            {"iqk": False, "gpu_from_tokens": None},
+        ),
         # The engine of a row is what its column says, not a folder of comparisons.
         (
             {"n_cpu_moe": "8", "engine": "llama.cpp b1", "source": "a/b:ik-ab/main"},
@@ -198,10 +215,23 @@ def test_every_line_stands_beside_baselines_and_a_proper_score(judgement, tmp_pa
 def test_a_row_is_read_as_what_it_says(tmp_path, cells, expected):
     plain = {"cpu": "Ryzen 9 9950X", "gpu": "RTX 5090", "tg_tps": 20, "ram": "64GB"}
     write(tmp_path, "llama_bench.csv", [bench_row(**(plain | cells))])
-    ((run,), skipped) = runs_of(read_folder(tmp_path))
+    ((run, *_), skipped) = runs_of(read_folder(tmp_path))
     assert not skipped
     found = {name: getattr(run.setting, name) for name in expected}
     assert found == expected
+
+
+def test_a_prompt_of_the_fork_says_who_computes_it(tmp_path):
+    """Its -ub decides; 512 rows of the default are too few for most models."""
+    cells = {"cpu": "Ryzen 9 9950X", "gpu": "RTX 5090", "ram": "64GB"}
+    cells |= {"n_cpu_moe": 8, "tg_tps": 20, "pp_tokens": 2048, "pp_tps": 900}
+    flags = ("ik", "ik -ub 2048", "ik -rtr", "llama.cpp")
+    write(
+        tmp_path, "llama_bench.csv", [bench_row(**cells, flags=each) for each in flags]
+    )
+    runs, _ = runs_of(read_folder(tmp_path))
+    read = [run.row.text("flags") for run in runs if run.kind == "prefill"]
+    assert read == ["ik -ub 2048", "ik -rtr", "llama.cpp"]
 
 
 @pytest.mark.parametrize(

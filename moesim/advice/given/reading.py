@@ -38,6 +38,7 @@ from moesim.advice.times.work import (
     HELD,
     KV_SHARES,
     LAZY,
+    NEVER,
     Setting,
 )
 from moesim.base.errors import AdviceError
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 
 # What `--fit` leaves free on every card without `--fit-target`.
 FIT_MARGIN_BYTES = 1024 * MIB
-# Prompts of this length are never computed on the CPU's experts by upload.
-NEVER = 1 << 30
-
 
 PLACING = {"gpu_layers", "cpu_moe", "cpu_layers", "overrides", "tensor_split"}
 
@@ -359,7 +357,9 @@ class Reading:
         elif self.engine == IK:
             layer = self.model.layers[self.model.moe_layers[0]]
             rows = 32 * layer.experts // layer.top_k
-            self.change(used_only=settings.used_only, gpu_from_tokens=rows)
+            self.change(gpu_from_tokens=rows)
+        if self.engine == IK:
+            self.change(iqk=True, used_only=not settings.all_uploaded)
 
     def _contradictions(self) -> None:
         """Tell what does not go together, or does not do what its words promise."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from moesim.advice.machine import WSL
 from moesim.advice.tables import table
 from moesim.advice.times.latents import Prior
-from moesim.advice.times.priors import shared_priors
+from moesim.advice.times.priors import SERVER_CLOCK, shared_priors
 from moesim.advice.times.step_times import (
     CORE_BYTES_PER_S,
     SHARPNESS,
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 # Source: counts by layer step of a decayed-frequency cache on three machines.
 MISS_CORRELATION = 0.12
 
-# Server cores run at about two thirds of a desktop's clock, so hand-offs take longer.
-SERVER_CLOCK = 1.5
 MOST_ROUNDS = 30
 SETTLED_S = 1e-9
 # Where only the sum of reads and copies at the same time is known: the memory

@@ -25,6 +25,8 @@ from moesim.advice.times.work import TEXT_SKEW
 if TYPE_CHECKING:
     from moesim.advice.machine import Machine
 
+# Server cores run at about two thirds of a desktop's clock, so hand-offs take longer.
+SERVER_CLOCK = 1.5
 OLD_LAUNCHES = 1.5
 # A narrow memory is filled even by one token's products.
 NARROW_BYTES_PER_S = 300e9
@@ -157,12 +159,14 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
         alone = {**alone, **rows["wsl"]}
         if machine.graphics:
             floor = rows["floor_s"]["wsl"]
-    flops = rows["core_flops"]
+    flops = rows["core_flops"].get(machine.processor.vector, rows["core_flops"]["avx2"])
+    if machine.processor.server:
+        flops /= SERVER_CLOCK
     shared = {
         **rows["host"],
         "floor_s": (*floor, "copies, wake-up and barriers per layer"),
         "core_flops": (
-            flops.get(machine.processor.vector, flops["avx2"]),
+            flops,
             0.6,
             "products of quantised weights",
         ),

@@ -310,7 +310,8 @@ def _skew(setting: Setting) -> str:
 def _host_flops(
     machine: Machine, setting: Setting, rates: Mapping[str, float]
 ) -> float:
-    return busy_cores(machine, setting.threads) * rates["core_flops"]
+    flops = busy_cores(machine, setting.threads) * rates["core_flops"]
+    return flops * rates["iqk_ratio"] if setting.iqk else flops
 
 
 def _host_batch(

@@ -325,6 +325,8 @@ LAZY = "lazy"
 DEFAULT_MICRO_BATCH = 512
 DEFAULT_BATCH = 2048
 ALL_LAYERS = 999
+# No micro-batch is so large.
+NEVER = 1 << 30
 
 # Key-value formats: stored bytes relative to half precision.
 KV_SHARES = {
@@ -360,6 +362,7 @@ class Setting:
         used_only: a micro-batch uploads the experts that it uses, not all.
         gpu_from_tokens: a micro-batch of at least so many tokens computes host experts
             on the GPU; None asks the engine's rule.
+        iqk: the CPU multiplies several tokens by ik_llama.cpp's kernels.
         chosen_layers: layers whose experts stay in host memory by name (``-ot``)
             instead of by number; None where `cpu_layers` counts.
         sequences: requests that are decoded together.
@@ -383,6 +386,7 @@ class Setting:
     page_locked: bool = True
     used_only: bool = True
     gpu_from_tokens: int | None = None
+    iqk: bool = False
     chosen_layers: frozenset[int] | None = None
     sequences: int = 1
     split: tuple[int, ...] = ()
