@@ -27,7 +27,13 @@ from moesim.advice.times.step_times import (
     decode_target,
     prefill_target,
 )
-from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, NEVER, Setting
+from moesim.advice.times.work import (
+    ALL_LAYERS,
+    DEFAULT_BATCH,
+    NEVER,
+    Setting,
+    has_iqk_products,
+)
 from moesim.base.errors import AdviceError
 from moesim.base.inputs import read_text
 from moesim.traces.weight_formats import recipe
@@ -892,7 +898,9 @@ def _of_the_fork(row: Row, model: ModelContents, setting: Setting) -> Setting:
         many = NEVER
     thread = re.search(r"ik_llama\.cpp/\w+/(\d+)", row.text("source"))
     used_only = thread is not None and int(thread.group(1)) >= USED_ONLY_SINCE
-    return replace(setting, iqk=True, used_only=used_only, gpu_from_tokens=many)
+    return replace(
+        setting, iqk=has_iqk_products(model), used_only=used_only, gpu_from_tokens=many
+    )
 
 
 def _placed(  # noqa: PLR0911 # one branch per way to say it

@@ -191,11 +191,16 @@ def test_every_line_stands_beside_baselines_and_a_proper_score(judgement, tmp_pa
         # alone since October 2025.
         (
             {"n_cpu_moe": "8", "flags": "ik -rtr", "pp_tokens": 512, "pp_tps": 90},
-            {"used_only": False, "iqk": True, "gpu_from_tokens": NEVER},
+            {"used_only": False, "iqk": False, "gpu_from_tokens": NEVER},
         ),
         (
-            {"n_cpu_moe": "8", "source": "ikawrakow/ik_llama.cpp/pull/2262"},
-            {"used_only": True, "iqk": True, "gpu_from_tokens": 32 * 32 // 4},
+            {
+                "model": "qwen3-30b-a3b",
+                "quant": "Q4_K_M",
+                "n_cpu_moe": "8",
+                "source": "ikawrakow/ik_llama.cpp/pull/2262",
+            },
+            {"used_only": True, "iqk": True, "gpu_from_tokens": 32 * 128 // 8},
         ),
         (
             {

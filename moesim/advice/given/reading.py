@@ -40,6 +40,7 @@ from moesim.advice.times.work import (
     LAZY,
     NEVER,
     Setting,
+    has_iqk_products,
 )
 from moesim.base.errors import AdviceError
 
@@ -359,7 +360,8 @@ class Reading:
             rows = 32 * layer.experts // layer.top_k
             self.change(gpu_from_tokens=rows)
         if self.engine == IK:
-            self.change(iqk=True, used_only=not settings.all_uploaded)
+            iqk = has_iqk_products(self.model)
+            self.change(iqk=iqk, used_only=not settings.all_uploaded)
 
     def _contradictions(self) -> None:
         """Tell what does not go together, or does not do what its words promise."""

@@ -344,6 +344,14 @@ KV_SHARES = {
 }
 
 
+def has_iqk_products(model: ModelContents) -> bool:
+    """Tell whether ik_llama.cpp's fast products know the format of a model's experts.
+
+    Source: ik_llama.cpp#2155, where MXFP4 on the CPU is slower than in llama.cpp.
+    """
+    return model.main_format != "mxfp4"
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Flags of llama.cpp that times depend on.
