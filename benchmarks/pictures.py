@@ -61,9 +61,8 @@ def main() -> None:
         ["ktransformers", "on-demand", "greedy"],
         hw=["rtx4060ti", "rtx3080ti"],
         gpu_memory=["4GiB", "6GiB", "8GiB"],
-        warm=warm.path,
     ).answer()
-    run = moesim.answer(moesim.replay(TRACE, "greedy", warm=warm.path, **machine))
+    run = moesim.answer(moesim.replay(TRACE, "greedy", **machine))
     pictures = {
         "compare": compared.figure(),
         "memory": several.figure("times"),

@@ -114,7 +114,7 @@ def test_what_the_machine_did_since_its_calibration_is_told_apart_from_what_the_
         " lanes 0.0 % |" in validation_answer(report).markdown()
     )
     assert (
-        "| TPOT error without that drift, median | 1.9 % |"
+        "| per token error without that drift, median | 1.9 % |"
         in validation_answer(report).markdown()
     )
     unknown = result(cell("a", [1.05, 1.05], 1.0))

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from matplotlib import image
 from support import bench_files as bench
 from support import foreign_files as files
 from support.doc_examples import LANGUAGES, REASONS, PageRun, examples
@@ -147,6 +148,12 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
     if os.environ.get("MOESIM_UPDATE_README"):
         page.write_text(run.page, encoding="utf-8")
     assert run.page == text_of(page)
+    for kept in re.findall(r"\((\S+/images/\S+)\)", run.page):
+        # Drawn by a command of the page, if that names it.
+        if (drawn := tmp_path / Path(kept).name).exists():
+            old, new = map(image.imread, (page.parent / kept, drawn))
+            assert old.shape == new.shape, kept
+            assert abs(old - new).mean() < 0.002, kept
 
 
 def test_examples_that_do_not_run_are_marked_and_counted():

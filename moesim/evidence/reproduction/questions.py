@@ -80,7 +80,8 @@ class Record:
     @property
     def label(self) -> str:
         """In words."""
-        return f"{' '.join(self.key)} ({', '.join(map(str, self.setting.values()))})"
+        stated = f" ({', '.join(map(str, self.setting.values()))})"
+        return " ".join(self.key) + stated * bool(self.setting)
 
     @property
     def number(self) -> float | None:

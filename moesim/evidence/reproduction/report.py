@@ -166,6 +166,8 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Listing:
 
 
 def _held(of: Mapping[str, int]) -> str:
+    if not of["count"]:
+        return "-"
     text = f"{of['held']} of {of['count']}"
     # Where none is decided there is nothing to say in parentheses.
     if of["decided"] in {0, of["count"]}:

@@ -47,7 +47,7 @@ def validation_answer(result: dict[str, Any]) -> Answer:
             for value, part in parts.items()
         ),
         _SHARED,
-        title="TPOT errors of cells that share a coordinate",
+        title="Errors per token of cells that share a coordinate",
     )
     terms = Listing(
         pd.DataFrame([result["terms"]]),
@@ -98,12 +98,12 @@ _CELL = (
     Column("cache_ratio", "cache"),
     Column("host_ratio", "host"),
     Column("batch", "batch"),
-    Column("tpot_measured_s", "TPOT measured", "s"),
+    Column("tpot_measured_s", "per token", "s"),
     Column("predicted_s", "predicted", "s"),
     Column("tpot_error", "error", "share"),
     Column("noise_floor", "noise", "share"),
     Column("tpot_p95_error", "p95 error", "share"),
-    Column("ttft_error", "TTFT error", "share"),
+    Column("ttft_error", "first token error", "share"),
     Column("hits", "hits"),
     Column("equivalent", "equivalent"),
 )
@@ -113,7 +113,7 @@ _SHARED = (
     Column("tpot_error_median", "median", "share"),
     Column("tpot_error_max", "worst", "share"),
     Column("tpot_error_signed_median", "signed median", "share"),
-    Column("ttft_error_median", "TTFT, median", "share"),
+    Column("ttft_error_median", "first token, median", "share"),
 )
 
 
@@ -134,21 +134,24 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     at_speed = result["at_speed"]
     rows = [
         ("verdict", result.get("verdict")),
-        ("TPOT error, median of cells", percent(result["tpot_error_median"])),
-        ("TPOT error, worst cell", percent(result["tpot_error_max"])),
-        ("TPOT error, signed median", percent(result["tpot_error_signed_median"])),
-        ("TTFT error, median", percent(result["ttft_error_median"])),
+        ("per token error, median of cells", percent(result["tpot_error_median"])),
+        ("per token error, worst cell", percent(result["tpot_error_max"])),
+        ("per token error, signed median", percent(result["tpot_error_signed_median"])),
+        ("first token error, median", percent(result["ttft_error_median"])),
     ]
     if at_speed["tpot_error_median"] is not None:
         rows += [
             (f"{_SLOWER} by", _drifts(result)),
-            (f"TPOT {_AT_SPEED}, median", percent(at_speed["tpot_error_median"])),
-            (f"TPOT {_AT_SPEED}, worst cell", percent(at_speed["tpot_error_max"])),
-            (f"TTFT {_AT_SPEED}, median", percent(at_speed["ttft_error_median"])),
+            (f"per token {_AT_SPEED}, median", percent(at_speed["tpot_error_median"])),
+            (f"per token {_AT_SPEED}, worst cell", percent(at_speed["tpot_error_max"])),
+            (
+                f"first token {_AT_SPEED}, median",
+                percent(at_speed["ttft_error_median"]),
+            ),
         ]
     hits = f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)"
     repeated = result["kendall_tau_repeated"]
-    again = "noise floor: measured again, TPOT would differ by"
+    again = "noise floor: measured again, times would differ by"
     rows += [
         ("order of policies, Kendall's tau", number(result["kendall_tau"])),
         ("tau of two measurements with each other", number(repeated)),
@@ -166,9 +169,9 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     # Parts of the grid that mean something, where it has any of them; no prediction can
     # be nearer than the last.
     for words, part, name in (
-        ("TPOT error, sizes that were calibrated", "calibrated", "tpot_error"),
-        ("TPOT error, sizes held out", "held_out", "tpot_error"),
-        ("TPOT error, with the SSD tier", "ssd", "tpot_error"),
+        ("per token error, sizes that were calibrated", "calibrated", "tpot_error"),
+        ("per token error, sizes held out", "held_out", "tpot_error"),
+        ("per token error, with the SSD tier", "ssd", "tpot_error"),
         (_SAME_WORK, "same_work", "tpot_differs"),
     ):
         of = result[part]
