@@ -101,6 +101,7 @@ def run_tasks(
         with connected(cluster, files or {}) as remote:
             _run_elsewhere(lambda: remote, work, tasks, collect, report)
     elif jobs > 1:
+        _start_resource_trackers()
         _run_elsewhere(partial(_processes, jobs), work, tasks, collect, report)
     else:
         for index, task in enumerate(tasks):
@@ -128,9 +129,10 @@ def _run_elsewhere(
     restarts = 0
     while todo:
         count = len(todo)
-        executor = started()
+        executor = None
         try:
             with _stops_wait():
+                executor = started()
                 places = {executor.submit(call, todo[index]): index for index in todo}
             for future in as_completed(places):
                 index = places.pop(future)
@@ -158,10 +160,8 @@ def _carry_out(work: Work[Task, Result], policies: Any, task: Task) -> Result:
 
 def _processes(count: int) -> Any:
     """Processes on this machine, which begin with their first task."""
-    # A tenth of a second that a run in one process need not pay.
-    from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
+    from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415 - as below
 
-    _start_resource_trackers()
     return ProcessPoolExecutor(
         count, initializer=_prepare_worker, initargs=(os.getpid(),)
     )
@@ -189,9 +189,10 @@ def _start_resource_trackers() -> None:
 
     Starting them lets stops through, so it must not happen while these wait.
     """
-    from multiprocessing import resource_tracker  # noqa: PLC0415 - as above
+    from multiprocessing import resource_tracker  # noqa: PLC0415 - as below
 
-    from joblib.externals.loky import backend  # noqa: PLC0415 - as above
+    # A tenth of a second that a run in one process need not pay.
+    from joblib.externals.loky import backend  # noqa: PLC0415
 
     # They inherit it, and remove in silence what an interrupted command shared.
     sys.warnoptions.append("ignore")
