@@ -4,9 +4,8 @@ Everything that moesim writes goes through this module. A link is followed, and 
 points to is replaced. A stream (``-``, ``/dev/stdout``, another device, a pipe) gets
 all bytes at the end.
 
-A file in progress has an unpredictable name, is opened exclusively, and is locked until
-it is done. What a killed process left has no lock, and the next writer in that folder
-removes it; where there are no locks, it stays.
+A file in progress has an unpredictable name. What a killed process left of one is
+removed by whoever writes in that folder a week later.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +59,7 @@ STDOUT: Final = Path("-")
 """Stands for standard output where a file is asked for."""
 
 _IN_PROGRESS: Final = ".*.moesim-*.part"
+_LEFT_AFTER_S: Final = 7 * 24 * 3600.0
 # File systems allow 255 bytes; what stands behind the stem needs some 30 of them.
 _LONGEST_STEM: Final = 200
 
@@ -97,7 +98,13 @@ class NewFile:
         if self._is_stream:
             beside = Path(tempfile.gettempdir()) / "stream"
         beside.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._lock = _begun(beside)
+        remove_leftovers(beside.parent)
+        stem = os.fsdecode(os.fsencode(beside.name)[:_LONGEST_STEM])
+        name = f".{stem}.moesim-{secrets.token_hex(6)}.part"
+        self.path = beside.with_name(name)
+        with _named(beside, self.path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
+            os.close(os.open(self.path, flags, 0o666))
 
     def errors_named(self) -> AbstractContextManager[None]:
         """Let errors of a block of writes name `final`, which users know."""
@@ -105,9 +112,6 @@ class NewFile:
 
     def commit(self) -> None:
         """Bring the bytes to the disk, then give them their name."""
-        # An open file could not be renamed on Windows.
-        if not _HAS_LOCKS:
-            self._unlock()
         with self.errors_named():
             if self._is_stream:
                 _pour(self.path, self.final)
@@ -117,14 +121,8 @@ class NewFile:
                 _sync_folder(self._target.parent)
         self.discard()
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-
     def discard(self) -> None:
         """Remove what is not committed; harmless afterwards."""
-        self._unlock()
         # What made the write fail may make this fail; the next writer looks again.
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
@@ -210,7 +208,7 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> None:
         file.write(content)
 
 
-class ScratchFolder:
+class ScratchFolder(tempfile.TemporaryDirectory[str]):
     """A folder for the time of a block, as a context manager.
 
     Args:
@@ -218,59 +216,26 @@ class ScratchFolder:
     """
 
     def __init__(self, inside: Path | str | None = None) -> None:
-        self._inside = Path(tempfile.gettempdir() if inside is None else inside)
+        super().__init__(".part", ".folder.moesim-", inside, ignore_cleanup_errors=True)
 
-    def __enter__(self) -> Path:
-        """Make the folder."""
-        self.path, self._lock = _begun(self._inside / "folder", is_folder=True)
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the folder and what is in it."""
-        if self._lock is not None:
-            os.close(self._lock)
-        shutil.rmtree(self.path, ignore_errors=True)
+    def __enter__(self) -> Path:  # type: ignore[override]
+        """Return its path."""
+        return Path(self.name)
 
 
-def _begun(beside: Path, *, is_folder: bool = False) -> tuple[Path, int | None]:
-    """Make a hidden file or folder beside a name.
+def remove_leftovers(folder: Path, older_s: float = _LEFT_AFTER_S) -> None:
+    """Remove the files and folders in progress that killed processes left here.
 
-    Returns:
-        Its path, and the descriptor that locks it until it is closed.
-    """
-    remove_leftovers(beside.parent)
-    stem = os.fsdecode(os.fsencode(beside.name)[:_LONGEST_STEM])
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    while True:
-        path = beside.with_name(f".{stem}.moesim-{secrets.token_hex(6)}.part")
-        if is_folder:
-            path.mkdir(0o700)
-            # Windows opens no folders, and has no locks of this kind.
-            if not _HAS_LOCKS:
-                return path, None
-            flags = os.O_RDONLY
-        with _named(beside, path):
-            lock = os.open(path, flags | _NO_LINKS | _BINARY, 0o666)
-        # Another process may have taken it for a leftover in between.
-        if try_lock(lock) is not False and path.exists():
-            return path, lock
-        os.close(lock)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the files and folders in progress that killed processes left here: those
-    that nobody has locked.
+    Args:
+        folder: where to look.
+        older_s: seconds since they were last written.
     """
     for path in folder.glob(_IN_PROGRESS):
         # Another user's, or gone in the meantime: not ours to remove.
         with suppress(OSError):
-            lock = os.open(path, os.O_RDONLY | _NO_LINKS | _PATIENCE | _BINARY)
-            try:
-                if try_lock(lock):
-                    remove: Any = shutil.rmtree if path.is_dir() else Path.unlink
-                    remove(path)
-            finally:
-                os.close(lock)
+            if time.time() - path.lstat().st_mtime >= older_s:
+                remove: Any = shutil.rmtree if path.is_dir() else Path.unlink
+                remove(path)
 
 
 def try_lock(descriptor: int) -> bool | None:

@@ -147,7 +147,7 @@ def compare(
         # Processes that were killed could not clear up after themselves.
         for task in tasks:
             if task.out is not None:
-                remove_leftovers(task.out)
+                remove_leftovers(task.out, older_s=0)
         raise
     rows = [results[place][0] for place in range(len(tasks))]
     frame = as_frame(as_table(rows), axes=plan.axes, details=True)

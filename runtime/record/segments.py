@@ -220,7 +220,7 @@ class Segments:
         (self._folder / _PLAN_NAME).unlink(missing_ok=True)
         for path in self._folder.glob("*.parquet*"):
             path.unlink()
-        remove_leftovers(self._folder)
+        remove_leftovers(self._folder, older_s=0)
         body = {
             "header": self.header.to_json(),
             "columns": self.columns,

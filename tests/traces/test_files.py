@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.processes import run_python, start
+from support.processes import run_python
 from support.small_trace import write_small_trace
 
 from moesim.base.errors import TraceError
@@ -77,35 +77,20 @@ def test_locks_and_logs_are_opened_through_no_link_and_no_pipe(tmp_path):
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-KILLED = """
-import os, sys, time
-from moesim.base.files import ScratchFolder, written_beside
-with ScratchFolder(sys.argv[1]) as folder, written_beside(sys.argv[1] + "/a.txt") as part:
-    part.write_text("half")
-    (folder / "large").write_text("960 MiB")
-    print("begun", flush=True)
-    time.sleep(300)
-"""
-
-
-def test_what_a_killed_process_left_goes_with_the_next_writer_but_not_what_lives(
-    tmp_path, request
-):
-    killed, living = (start("-c", KILLED, tmp_path) for _ in "ab")
-    request.addfinalizer(living.kill)
-    request.addfinalizer(killed.kill)
-    assert killed.stdout.readline() == living.stdout.readline() == "begun\n"
-    assert len(list(tmp_path.iterdir())) == 4
-    killed.kill()
-    killed.wait()
-
-    write_text(tmp_path / "b.txt", "another file in that folder")
-    assert len(list(tmp_path.iterdir())) == 3
-    living.kill()
-    living.wait()
-    with ScratchFolder(tmp_path) as folder:
-        assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / "b.txt"])
-    assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
+def test_what_a_killed_process_left_goes_a_week_later_but_not_what_lives(tmp_path):
+    with ScratchFolder(tmp_path) as folder, written_beside(tmp_path / "a.txt") as part:
+        (folder / "large").write_text("960 MiB")
+        left = {
+            part: part.with_name(f".old{part.name}"),
+            folder: tmp_path / ".x.moesim-y.part",
+        }
+        left[part].write_text("half")
+        left[folder].mkdir()
+        for path in left.values():
+            os.utime(path, (0, 0))
+        write_text(tmp_path / "b.txt", "another file in that folder")
+        assert sorted(tmp_path.iterdir()) == sorted([*left, tmp_path / "b.txt"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt"]
 
 
 def test_every_flipped_bit_of_a_trace_is_found(tmp_path):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from moesim.base.files import remove_leftovers
 from moesim.base.options import ConfigError, option_of
 from moesim.base.seals import check_seal
 from moesim.policies.base import PolicyError
@@ -405,7 +404,6 @@ class ResultStore:
         self._waiting: list[Mapping[str, Any]] = []
         self._begin_s = time.monotonic()
         self._written_s = self._begin_s
-        remove_leftovers(self.folder)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take a row; it is written at once or with the next ones."""
