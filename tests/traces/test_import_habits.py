@@ -16,6 +16,7 @@ from support.command_line import refused
 from moesim.base.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
+from moesim.traces.importers.readers import tables
 from moesim.traces.models import model_shape
 
 LAYERS = 3
@@ -149,7 +150,11 @@ def layer_files(folder, *, cut=0):
     return ids, sorted(folder.glob("layer*.parquet"))
 
 
-def test_several_files_are_a_layer_each_by_the_numbers_in_their_names(tmp_path):
+def test_several_files_are_a_layer_each_by_the_numbers_in_their_names(
+    tmp_path, monkeypatch
+):
+    """Tokens are counted on, wherever a part of a file ends."""
+    monkeypatch.setattr(tables, "BATCH_ROWS", 2)
     ids, files = layer_files(tmp_path)
     assert files[1].name == "layer1.parquet"
     assert files[2].name == "layer10.parquet"

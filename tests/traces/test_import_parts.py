@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support import foreign_files as files
-from support.imports import WRITERS, bring, write
+from support.imports import WRITERS, bring, refused, write
 
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import hf_router_logits, sglang
@@ -66,7 +66,7 @@ def test_vllm_a_prompt_alone_is_a_prompt(tmp_path):
     assert (rows.experts == ids[rows.pos, rows.layer]).all()
 
 
-def test_a_packed_npz_streams_and_its_sum_is_checked(tmp_path):
+def test_a_packed_npz_and_one_by_column_are_the_same(tmp_path):
     arrays = files.hf_arrays(files.routing())
     np.savez_compressed(tmp_path / "dump.npz", **arrays)
     packed = told(
@@ -80,3 +80,13 @@ def test_a_packed_npz_streams_and_its_sum_is_checked(tmp_path):
         told(bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores"))
         == packed
     )
+
+
+@pytest.mark.parametrize("name", ["hf_npz", "hf_torch"])
+def test_a_number_that_changed_in_a_zip_is_found(tmp_path, name):
+    source = write(tmp_path, name)
+    data = bytearray(source.read_bytes())
+    logits = files.hf_arrays(files.routing())["router_logits.1"]
+    data[data.index(logits.tobytes()[:16])] ^= 1
+    source.write_bytes(data)
+    refused(source, "found: Bad CRC-32 for file", {"batch": "2"})
