@@ -25,7 +25,7 @@ from moesim.traces.format.parquet import lists, named, numbers
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
-from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
+from moesim.traces.stats.hit_rate_curves import CURVES, curves
 from moesim.traces.stats.statistics import LayerAggregator, SimilarityAggregator
 from moesim.traces.stats.trace_summary import summarise_trace
 
@@ -173,10 +173,7 @@ def _print_rows(trace: Trace, label: str, work: Callable[[], object]) -> None:
 
 def _curves(trace: Trace, blocks: list[LayerSteps], names: tuple[str, ...]) -> None:
     """Some curves of layer steps that lie ready."""
-    aggregator = CurveAggregator(trace.shape, names=names)
-    for block in blocks:
-        aggregator.add(block)
-    aggregator.end()
+    curves(blocks, trace.shape, names)
 
 
 def _without_curves(trace: Trace) -> None:

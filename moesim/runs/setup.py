@@ -41,7 +41,7 @@ from moesim.runs.memory import (
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.reader import Trace, open_trace
-from moesim.traces.stats.hit_rate_curves import CurveAggregator
+from moesim.traces.stats.hit_rate_curves import curves
 from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
@@ -614,10 +614,8 @@ def slot_curves(config: RunConfig, shape: ModelShape, *, fixed: bool) -> SlotCur
         return SlotCurves(curve(uses_in_all, uses_in_all), tested)
 
     def hits(steps: int) -> np.ndarray:
-        curves = CurveAggregator(calibration.shape, names=["lru"])
-        for block in layer_steps(calibration, batch=config.batch, steps=steps):
-            curves.add(block)
-        return curves.end().hits("lru")
+        blocks = layer_steps(calibration, batch=config.batch, steps=steps)
+        return curves(blocks, calibration.shape, ["lru"]).hits("lru")
 
     all_hits = hits(passes)
     first_hits = hits(half)

@@ -19,7 +19,12 @@ from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from moesim.traces.stats.hit_rate_curves import CurveAggregator, curves
+from moesim.traces.stats import hit_rate_curves
+
+
+def curves(trace, batch=1):
+    """All curves of a trace."""
+    return hit_rate_curves.curves(layer_steps(trace, batch=batch), trace.shape)
 
 
 def replayed(trace, spec, slots, *, batch=1, scope="layer"):
@@ -169,10 +174,8 @@ def test_a_short_horizon_only_costs_what_it_cannot_see(make_trace):
     """
     trace = open_trace(make_trace(sequences=((0, 40),) * 8))
     exact = curves(trace)
-    fold = CurveAggregator(trace.shape, horizon=200)
-    for block in of_sequences(trace.sequences(), trace.shape):
-        fold.add(block)
-    near = fold.end()
+    blocks = of_sequences(trace.sequences(), trace.shape)
+    near = hit_rate_curves.curves(blocks, trace.shape, horizon=200)
     assert near.accesses("belady").tolist() == exact.accesses("belady").tolist()
     assert near.hits("lru").tolist() == exact.hits("lru").tolist()
     lost = exact.hits("belady") - near.hits("belady")

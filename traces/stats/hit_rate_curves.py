@@ -32,23 +32,21 @@ Source: Mattson, Gecsei, Slutz, Traiger (1970) for stack algorithms.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.format.layer_steps import join, layer_steps
+from moesim.traces.format.layer_steps import joined
 from moesim.traces.stats.loops import later_used, rebuild_stacks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Iterable
 
     from moesim.traces.format.layer_steps import LayerSteps
-    from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
-    # What a kernel carries from call to call: so many arrays.
-    Arrays4 = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-    Arrays5 = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    Marks = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 CURVES = ("lru", "belady", "lru_global", "belady_global")
 # Belady's least horizon in accesses.
@@ -68,18 +66,13 @@ class Curves:
     """Depths of accesses. P phases (prefill, decode), L layers, E experts.
 
     Attributes:
-        lru: int64 [P, L, E + 1]: accesses that hit per-layer caches of more than d
-            slots, by d; E: never before seen.
-        belady: the same for Belady.
-        lru_global: int64 [P, L * E + 1], for one cache shared by all layers; depth L *
-            E: never before seen.
-        belady_global: the same for Belady.
+        depths: by name of the curve. ``lru``: int64 [P, L, E + 1], accesses that hit
+            per-layer caches of more than d slots, by d; E: never before seen.
+            ``belady``: the same for Belady. ``lru_global``, ``belady_global``: [P, L *
+            E + 1], for one cache shared by all layers.
     """
 
-    lru: np.ndarray
-    belady: np.ndarray
-    lru_global: np.ndarray
-    belady_global: np.ndarray
+    depths: dict[str, np.ndarray]
 
     def hits(self, name: str, phase: int | None = None) -> np.ndarray:
         """Return hits at every size from 0 slots: int64 [..., size]; `phase` None adds
@@ -106,169 +99,86 @@ class Curves:
             return np.asarray(by_size / total)
 
     def _depths(self, name: str, phase: int | None) -> np.ndarray:
-        depths: np.ndarray = getattr(self, name)
+        depths = self.depths[name]
         chosen: np.ndarray = depths.sum(axis=0) if phase is None else depths[phase]
         return chosen
 
 
-def curves(trace: Trace, *, batch: int = 1) -> Curves:
-    """Return the hit-rate curves of a trace, in one pass over it.
-
-    Raises:
-        TraceError: `batch` below 1, or a damaged trace.
-    """
-    aggregator = CurveAggregator(trace.shape)
-    for block in layer_steps(trace, batch=batch):
-        aggregator.add(block)
-
-    return aggregator.end()
-
-
-class CurveAggregator:
-    """Makes hit-rate curves block by block; memory is that of two Belady blocks,
-    whatever the length of the trace.
+def curves(  # noqa: C901 - one pass
+    blocks: Iterable[LayerSteps],
+    shape: ModelShape,
+    names: Iterable[str] = CURVES,
+    horizon: int = BLOCK_ACCESSES,
+) -> Curves:
+    """Return the hit-rate curves of a trace, in one pass over it; memory is that of two
+    Belady blocks, whatever its length.
 
     Args:
+        blocks: the layer steps of the trace.
         shape: the model.
+        names: which of `CURVES` to make; each costs a pass of its own.
         horizon: the accesses that Belady sees ahead, at least.
-        names: which of `CURVES` to make; the others stay empty.
     """
+    layers = shape.layers
+    experts = shape.experts
+    keys = layers * experts
+    depths = {}
+    carried: dict[str, Any] = {}
+    for name in names:
+        pools, width = (1, keys) if name.endswith("_global") else (layers, experts)
+        depths[name] = np.zeros((2, pools, width + 1), np.int64)
+        empty = rows_of_marks if name == "lru_global" else _stacks
+        carried[name] = empty(pools, width)
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        horizon: int = BLOCK_ACCESSES,
-        names: Collection[str] = CURVES,
-    ) -> None:
-        layers = shape.layers
-        experts = shape.experts
-        keys = layers * experts
-        self.layers = layers
-        self.experts = experts
-        self._horizon = horizon
-        # Each curve costs a pass of its own, so those not wanted are left out.
-        self._names = frozenset(names)
-
-        self.curves = Curves(
-            lru=np.zeros((2, layers, experts + 1), np.int64),
-            belady=np.zeros((2, layers, experts + 1), np.int64),
-            lru_global=np.zeros((2, keys + 1), np.int64),
-            belady_global=np.zeros((2, keys + 1), np.int64),
-        )
-
-        # What the kernels carry from call to call, in the order of their arguments.
-        self._lru = _stacks(pools=layers, width=experts)
-        self._belady = _stacks(pools=layers, width=experts)
-        self._belady_global = _stacks(pools=1, width=keys)
-        self._lru_global = rows_of_marks(pools=1, width=keys)
-
-        # Belady settles a block once it knows the first uses behind it.
-        self._unsettled: LayerSteps | None = None
-        self._pending: list[LayerSteps] = []
-        self._pending_accesses = 0
-
-    def add(self, block: LayerSteps) -> None:
-        """Take the next block."""
-        if "lru" in self._names:
-            rebuild_stacks(
-                block.phase,
-                block.layer,
-                block.edges,
-                block.experts,
-                self._latest_first(block),
-                *self._lru,
-                self.curves.lru,
-            )
-        if "lru_global" in self._names:
-            later_used(
-                block.phase,
-                np.zeros(len(block.layer), np.int64),  # one pool
-                block.edges,
-                self._keys(block),
-                *self._lru_global,
-                self.curves.lru_global.reshape(2, 1, -1),
-            )
-        if self._names.isdisjoint(("belady", "belady_global")):
-            return
-
-        self._pending.append(block)
-        self._pending_accesses += len(block.experts)
-        if self._pending_accesses >= self._horizon:
-            self._advance()
-
-    def end(self) -> Curves:
-        """Return the curves: nothing follows."""
-        if self._pending:
-            self._advance()
-        if self._unsettled is not None:
-            self._settle(self._unsettled, self._no_use())
-            self._unsettled = None
-
-        return self.curves
-
-    def _advance(self) -> None:
-        """Settle the block before the one that is complete now."""
-        block = join(self._pending)
-        self._pending = []
-        self._pending_accesses = 0
-
-        if self._unsettled is not None:
-            first_use = self._no_use()
-            self._next_places(block, first_use)
-            self._settle(self._unsettled, first_use)
-        self._unsettled = block
-
-    def _settle(self, block: LayerSteps, first_use: np.ndarray) -> None:
-        """Run Belady over one block, given the places of the first uses behind it."""
-        following = self._next_places(block, first_use)
-
-        if "belady" in self._names:
-            rebuild_stacks(
-                block.phase,
-                block.layer,
-                block.edges,
-                block.experts,
-                following,
-                *self._belady,
-                self.curves.belady,
-            )
-        if "belady_global" in self._names:
-            rebuild_stacks(
-                block.phase,
-                np.zeros(len(block.layer), np.int64),  # one pool
-                block.edges,
-                self._keys(block),
-                following,
-                *self._belady_global,
-                self.curves.belady_global.reshape(2, 1, -1),
-            )
-
-    def _latest_first(self, block: LayerSteps) -> np.ndarray:
-        """int64 [A]: ranks of accesses, of which the later is the better."""
-        place = block.step * self.layers + block.layer
-        return np.repeat(_NEVER - place, np.diff(block.edges))
-
-    def _no_use(self) -> np.ndarray:
-        return np.full(self.layers * self.experts, _NEVER, np.int64)
-
-    def _next_places(self, block: LayerSteps, first_use: np.ndarray) -> np.ndarray:
-        """The place of each access's next use; `first_use` then says those of the
-        block's own first uses.
-        """
-        place = block.step * self.layers + block.layer
-        of_access = np.repeat(place, np.diff(block.edges))
-        # Backwards: what was met last is what comes next.
-        following = before(self._keys(block)[::-1], of_access[::-1], first_use)
-        return np.ascontiguousarray(following[::-1])
-
-    def _keys(self, block: LayerSteps) -> np.ndarray:
+    def keys_of(block: LayerSteps) -> np.ndarray:
         """int32 [A]: accesses of all layers told apart."""
         # 32 bits hold any model, and halve what the kernels read.
-        base = (block.layer * self.experts).astype(np.int32)
+        base = (block.layer * experts).astype(np.int32)
         return np.repeat(base, np.diff(block.edges)) + block.experts
 
+    def places_of(block: LayerSteps) -> np.ndarray:
+        """int64 [A]: where each access stands among all layer steps of the trace."""
+        return np.repeat(block.step * layers + block.layer, np.diff(block.edges))
 
-def _stacks(pools: int, width: int) -> Arrays4:
+    def next_places(block: LayerSteps, first_use: np.ndarray) -> np.ndarray:
+        """int64 [A]: of each access's next use; `first_use` then says those of the
+        block's own first uses.
+        """
+        # Backwards: what was met last is what comes next.
+        found = before(keys_of(block)[::-1], places_of(block)[::-1], first_use)
+        return np.ascontiguousarray(found[::-1])
+
+    looks_ahead = {name for name in depths if name.startswith("belady")}
+
+    # Belady settles a block once it knows the first uses behind it.
+    for block, later in pairwise(chain(joined(blocks, horizon), [None])):
+        assert block is not None
+        rank = {"lru": _NEVER - places_of(block)}
+        if looks_ahead:
+            first_use = np.full(keys, _NEVER, np.int64)
+            if later is not None:
+                next_places(later, first_use)
+            rank |= dict.fromkeys(looks_ahead, next_places(block, first_use))
+
+        for name, counts in depths.items():
+            pool, accesses = block.layer, block.experts
+            if name.endswith("_global"):
+                pool, accesses = np.zeros_like(block.layer), keys_of(block)
+            steps: Any = (block.phase, pool, block.edges, accesses)
+            if name in rank:
+                rebuild_stacks(*(*steps, rank[name], *carried[name], counts))
+            else:
+                later_used(*(*steps, *carried[name], counts))
+
+    return Curves(
+        {
+            name: counts[:, 0] if name.endswith("_global") else counts
+            for name, counts in depths.items()
+        }
+    )
+
+
+def _stacks(pools: int, width: int) -> Any:
     """Empty stacks of some pools of `width` keys, as `rebuild_stacks` carries them."""
     # Rounded up: the last block of depths may be part empty.
     blocks = -(-width // _DEPTHS)
@@ -280,7 +190,7 @@ def _stacks(pools: int, width: int) -> Arrays4:
     )
 
 
-def rows_of_marks(pools: int, width: int) -> Arrays5:
+def rows_of_marks(pools: int, width: int) -> Marks:
     """Empty rows of some pools of `width` keys, as `later_used` carries them."""
     blocks = _PLACES * width // _MARKS + 2
     return (

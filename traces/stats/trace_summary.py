@@ -8,6 +8,7 @@ computes them: `statistics` and `hit_rate_curves`.
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from moesim.traces.format.batch import compose
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.parquet import write_table
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
-from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
+from moesim.traces.stats.hit_rate_curves import CURVES, curves
 from moesim.traces.stats.statistics import LayerAggregator, SimilarityAggregator
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.batch import RoutedLayer
+    from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.stats.hit_rate_curves import Curves
@@ -111,7 +113,6 @@ def summarise_trace(
     """
     shape = trace.shape
     layers = LayerAggregator(shape)
-    curve = CurveAggregator(shape)
     similarity = SimilarityAggregator(shape)
 
     def read() -> Iterator[SequenceRows]:
@@ -123,29 +124,30 @@ def summarise_trace(
             if progress is not None:
                 progress(rows)
 
-    if batch == 1:
-        blocks = joined(of_sequences(read(), shape))
-    else:
-        blocks = layer_steps(trace, batch=batch)
-    for block in blocks:
-        layers.add(block)
-        curve.add(block)
+    def counted() -> Iterator[LayerSteps]:
+        if batch == 1:
+            blocks = joined(of_sequences(read(), shape))
+        else:
+            blocks = layer_steps(trace, batch=batch)
+        for block in blocks:
+            layers.add(block)
+            yield block
+
+    found = curves(counted(), shape)
     if batch > 1:
         # Similarity is about single sequences, which batches have mixed.
-        for _ in read():
-            pass
+        deque(read(), maxlen=0)
 
-    curves = curve.end()
     figures = {
         "batch": batch,
         **layers.figures(),
-        "curve_decode": _rates(curves, Phase.DECODE),
-        "curve_all": _rates(curves, None),
+        "curve_decode": _rates(found, Phase.DECODE),
+        "curve_all": _rates(found, None),
         **similarity.figures(),
         "prediction": prediction(trace, batch=batch),
     }
     figures["verdict"] = offloading_verdict(shape, figures)
-    return TraceSummary(shape, figures, curves, layers.load)
+    return TraceSummary(shape, figures, found, layers.load)
 
 
 def _rates(curves: Curves, phase: Phase | None) -> dict[str, list[float]] | None:
