@@ -132,9 +132,7 @@ def record(
     )
 
     begin_s = time.perf_counter()
-    with Segments(
-        out, header, recorder.columns, how.batch, resume=how.resume
-    ) as segments:
+    with Segments(out, header, recorder.columns, resume=how.resume) as segments:
         resumed = segments.done
         recorded_tokens = _record_sequences(
             model, sequences, recorder, segments, how, progress

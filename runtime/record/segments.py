@@ -1,10 +1,10 @@
 """A recording in progress: every finished group of sequences is a trace of its own.
 
 A recording that is killed loses the group at work and nothing else. The folder
-``OUT.parts`` holds a plan, which says what is being recorded (the trace's header), and
-one segment per finished group. At the end the segments are merged into one file in
-their order, and the folder goes; since rows and header are the same, so are the bytes,
-however often the recording was stopped.
+``OUT.parts`` holds one segment per finished group, and the header of each says what is
+being recorded. At the end the segments are merged into one file in their order, and the
+folder goes; since rows and header are the same, so are the bytes, however often the
+recording was stopped.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.base.files import open_own, remove_leftovers, try_lock, write_text
-from moesim.base.inputs import read_json
+from moesim.base.files import open_own, remove_leftovers, try_lock
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import OPTIONAL_COLUMNS, Phase, TraceHeader
+from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# The name that unfinished recordings have on disk.
-_PLAN_NAME: Final = "journal.json"
+    from moesim.traces.format.reader import Trace
+
 _LOCK_NAME: Final = "lock"
 
 
@@ -66,10 +64,7 @@ def parts_dir(out: Path | str) -> Path:
 
 def unfinished(out: Path | str) -> int | None:
     """Count the sequences of an unfinished recording; None where there is none."""
-    folder = parts_dir(out)
-    if not (folder / _PLAN_NAME).is_file():
-        return None
-    return _count_finished(folder, _read_plan(folder))
+    return _count(_finished(parts_dir(out))) or None
 
 
 def finish(out: Path | str) -> Recording:
@@ -77,19 +72,15 @@ def finish(out: Path | str) -> Recording:
     many sequences were planned.
 
     Raises:
-        TraceError: no unfinished recording, not one finished sequence in it, or it is
-            still at work.
+        TraceError: no unfinished recording, or it is still at work.
     """
-    out = Path(out)
     folder = parts_dir(out)
-    if not (folder / _PLAN_NAME).is_file():
+    found = _finished(folder)
+    if not found:
         raise TraceError(
             f"{out}: expected an unfinished recording in {folder.name}, found none"
         )
-    plan = _read_plan(folder)
-    with Segments(
-        out, plan.trace_header, plan.columns, plan.batch, resume=True
-    ) as segments:
+    with Segments(out, found[0].header, found[0].columns, resume=True) as segments:
         return segments.merge()
 
 
@@ -99,10 +90,10 @@ class Segments:
 
     Args:
         out: the trace to be.
-        header: of the complete recording. Where a recording goes on, the first one's is
-            kept (it has the date).
+        header: of the complete recording; it says how many ``sequences`` are planned,
+            and how many make a segment (``batch``). Where a recording goes on, the
+            first one's is kept (it has the date).
         columns: optional columns.
-        batch: sequences per segment.
         resume: go on where there is something to go on with; else begin anew.
 
     Attributes:
@@ -118,14 +109,12 @@ class Segments:
         out: Path | str,
         header: TraceHeader,
         columns: Iterable[str],
-        batch: int,
         *,
         resume: bool,
     ) -> None:
         self.out = Path(out)
         self.header = header
         self.columns = tuple(columns)
-        self.batch = batch
         self.done = 0
         self._folder = parts_dir(out)
         self._resume = resume
@@ -156,7 +145,7 @@ class Segments:
         """Write the next sequences as one segment: rows by name, as `TraceWriter.write`
         takes them.
         """
-        path = _segment(self._folder, self.done)
+        path = self._folder / f"{self.done:09d}.parquet"
         with TraceWriter(path, self.header, self.columns) as writer:
             for number, rows in enumerate(sequences):
                 writer.write(seq=self.done + number, **rows)
@@ -181,8 +170,8 @@ class Segments:
             header = replace(header, provenance=header.provenance | shorter)
 
         rows, prompt_rows = self._copy_rows(header)
-        # The plan goes first, so that a kill from here on leaves nothing to resume.
-        (self._folder / _PLAN_NAME).unlink()
+        # From its first on, so that a kill in between leaves nothing to resume.
+        self._remove_segments()
         shutil.rmtree(self._folder)
 
         # A token has one row per MoE layer.
@@ -208,40 +197,33 @@ class Segments:
 
     def _begin(self) -> None:
         """Go on, or begin anew."""
-        if self._resume and (self._folder / _PLAN_NAME).is_file():
-            plan = _read_plan(self._folder)
-            self._check_same(plan)
-            self.header = plan.trace_header
-            self.done = _count_finished(self._folder, plan)
+        found = _finished(self._folder) if self._resume else []
+        if found:
+            self._check_same(found[0])
+            self.header = found[0].header
+            self.done = _count(found)
             return
 
-        # The old plan goes before its segments: a kill in between must not leave it
-        # with some of them.
-        (self._folder / _PLAN_NAME).unlink(missing_ok=True)
-        for path in self._folder.glob("*.parquet*"):
-            path.unlink()
+        self._remove_segments()
         remove_leftovers(self._folder, older_s=0)
-        body = {
-            "header": self.header.to_json(),
-            "columns": self.columns,
-            "batch": self.batch,
-        }
-        write_text(self._folder / _PLAN_NAME, json.dumps(body))
+
+    def _remove_segments(self) -> None:
+        for path in sorted(self._folder.glob("*.parquet*")):
+            path.unlink()
 
     def _copy_rows(self, header: TraceHeader) -> tuple[int, int]:
         """Write the trace; return its rows, and how many of them are prefill."""
         prompt_rows = 0
         with TraceWriter(self.out, header, self.columns) as writer:
-            for first in range(0, self.done, self.batch):
-                segment = open_trace(_segment(self._folder, first))
+            for segment in _finished(self._folder):
                 for rows in segment.sequences(self.columns):
                     writer.write(**rows.arrays())
                     prompt_rows += int(np.count_nonzero(rows.phase == Phase.PREFILL))
         return writer.rows, prompt_rows
 
-    def _check_same(self, plan: _Plan) -> None:
+    def _check_same(self, recorded: Trace) -> None:
         """Compare what was recorded so far with what is to be recorded now."""
-        before = _facts(plan.trace_header, plan.columns)
+        before = _facts(recorded.header, recorded.columns)
         now = _facts(self.header, self.columns)
         # Another model changes nearly every fact: name it first.
         names = sorted(
@@ -256,40 +238,6 @@ class Segments:
                 )
 
 
-@dataclass
-class _Plan:
-    """The task of an unfinished recording, as its journal holds it."""
-
-    header: str
-    columns: list[str]
-    batch: int
-
-    def __post_init__(self) -> None:
-        """Refuse groups of no sequence, columns that no trace has, and a header that
-        does not say how many sequences are planned.
-        """
-        if self.batch < 1:
-            raise TraceError(f"batch: expected a number above 0, found {self.batch}")
-        unknown = sorted(set(self.columns) - set(OPTIONAL_COLUMNS))
-        if unknown:
-            raise TraceError(f"columns: unknown column {unknown[0]!r}")
-        if not (isinstance(self.planned, int) and self.planned > 0):
-            raise TraceError(
-                "header: provenance.sequences: expected a number above 0, found"
-                f" {self.planned!r}"
-            )
-
-    @cached_property
-    def trace_header(self) -> TraceHeader:
-        """Of the complete recording."""
-        return TraceHeader.from_json(self.header, where="header")
-
-    @property
-    def planned(self) -> Any:
-        """How many sequences."""
-        return self.trace_header.provenance.get("sequences")
-
-
 def _facts(header: TraceHeader, columns: Iterable[str]) -> dict[str, Any]:
     """Return what two recordings of the same thing have in common: everything but the
     date.
@@ -297,37 +245,47 @@ def _facts(header: TraceHeader, columns: Iterable[str]) -> dict[str, Any]:
     facts = json.loads(header.to_json())
     provenance = facts.pop("provenance")
     provenance.pop("date", None)
-    return facts | provenance | {"columns": ", ".join(columns)}
+    return facts | provenance | {"columns": ", ".join(sorted(columns))}
 
 
-def _segment(folder: Path, first: int) -> Path:
-    return folder / f"{first:09d}.parquet"
+def _finished(folder: Path) -> list[Trace]:
+    """The leading segments that are complete; what a crash of the machine tore is done
+    again.
 
-
-def _read_plan(folder: Path) -> _Plan:
-    return read_json(
-        folder / _PLAN_NAME,
-        _Plan,
-        error=TraceError,
-        expected="the journal of a recording",
-        way_out=f"remove {folder.name}",
-    )
-
-
-def _count_finished(folder: Path, plan: _Plan) -> int:
-    """Count the sequences of the leading segments that are complete; what a crash of
-    the machine tore is done again.
+    Raises:
+        TraceError: they are no segments of a recording.
     """
-    done = 0
-    while done < plan.planned:
+    found: list[Trace] = []
+    batch = 0
+    for path in sorted(folder.glob("*.parquet")):
         try:
-            segment = open_trace(_segment(folder, done))
+            segment = open_trace(path)
         except TraceError:
             break
-        if segment.header != plan.trace_header or segment.columns != frozenset(
-            plan.columns
-        ):
+        if not found:
+            batch = min(_number(segment, name) for name in ("batch", "sequences"))
+        first = found[0] if found else segment
+        is_next = path.stem == f"{len(found) * batch:09d}"
+        if not is_next or segment.header != first.header:
             break
-        # The last group may be smaller.
-        done += min(plan.batch, plan.planned - done)
-    return done
+        found.append(segment)
+    return found
+
+
+def _number(segment: Trace, name: str) -> int:
+    """A fact of the recording that a segment belongs to."""
+    number = segment.header.provenance.get(name)
+    if not (isinstance(number, int) and number > 0):
+        raise TraceError(
+            f"{segment.path}: header: provenance.{name}: expected a number above 0,"
+            f" found {number!r}; remove {segment.path.parent.name}"
+        )
+    return number
+
+
+def _count(segments: list[Trace]) -> int:
+    """Sequences of complete segments: the last one may be smaller."""
+    if not segments:
+        return 0
+    first = segments[0]
+    return min(len(segments) * _number(first, "batch"), _number(first, "sequences"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.families import family
 from support.processes import ROOT, run_python
+from support.small_trace import write_small_trace
 
 from moesim import cli
 from moesim.base.errors import TraceError
@@ -130,13 +131,17 @@ def test_killed_while_merging_needs_no_model_again(tmp_path, whole, monkeypatch)
     assert out.read_bytes() == whole.read_bytes()
 
 
-def test_a_torn_segment_is_made_again(tmp_path, whole):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_torn_segment_is_made_again(tmp_path, whole, is_there):
     """As a crash of the machine leaves it; what comes behind it is made again too."""
     out = tmp_path / "t.parquet"
     stopped(out, 62)
     first = min(parts_dir(out).glob("*.parquet"))
-    first.write_bytes(first.read_bytes()[:100])
-    assert unfinished(out) == 0
+    torn = first.read_bytes()[:100]
+    first.unlink()
+    if is_there:
+        first.write_bytes(torn)
+    assert unfinished(out) is None
     assert record(family("qwen3_moe"), PROMPTS, out, resume=True, **FIXED).resumed == 0
     assert out.read_bytes() == whole.read_bytes()
 
@@ -145,7 +150,7 @@ def test_a_torn_segment_is_made_again(tmp_path, whole):
     ({"batch": 1}, "batch: expected 2 as in the unfinished recording, got 1"),
     ({"new_tokens": 5}, "new_tokens: expected 4"),
     ({"seed": 3}, "seed: expected 0"),
-    ({"scores": False}, "columns: expected 'weights, scores, pred1_raw"),
+    ({"scores": False}, "columns: expected 'pred1_raw, pred2_raw, pred3_raw, scores"),
     ({"prompts": [*PROMPTS[:-1], "y = 1"]}, "prompts: expected '"),
     ({"model": "olmoe"},
      "model: expected 'qwen3_moe' as in the unfinished recording, got 'olmoe'"),
@@ -161,10 +166,18 @@ def test_another_recording_is_not_continued(tmp_path, change, message):
     assert unfinished(out) == 2
 
 
+def test_what_is_no_recording_is_not_finished(tmp_path):
+    out = tmp_path / "t.parquet"
+    parts_dir(out).mkdir()
+    write_small_trace(parts_dir(out) / "000000000.parquet")
+    with pytest.raises(TraceError, match=r"provenance\.batch: expected a number above"):
+        finish(out)
+
+
 def test_two_recordings_of_one_trace_do_not_meet(tmp_path, tiny_shape):
-    header = TraceHeader(tiny_shape, {"sequences": 1})
+    header = TraceHeader(tiny_shape, {"sequences": 1, "batch": 1})
     mine, theirs = (
-        Segments(tmp_path / "t.parquet", header, (), 1, resume=False) for _ in range(2)
+        Segments(tmp_path / "t.parquet", header, (), resume=False) for _ in range(2)
     )
     with (
         mine,

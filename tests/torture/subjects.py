@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -205,41 +204,6 @@ def _store_data(folder, seed):
     return _store(folder, seed).with_name("experts.bin")
 
 
-def _journal(folder, seed):
-    from support.small_trace import SHAPE
-
-    from moesim.runtime.record.segments import Segments
-    from moesim.traces.format.schema import TraceHeader
-
-    header = TraceHeader(SHAPE, {"sequences": 2, "seed": seed, "model": "small"})
-    rows = SHAPE.layers * 3
-    sequence = {
-        "pos": np.repeat(np.arange(3), SHAPE.layers),
-        "phase": np.ones(rows, np.int8),
-        "layer": np.tile(np.arange(SHAPE.layers), 3),
-        "experts": np.tile(np.arange(SHAPE.top_k), (rows, 1)),
-    }
-    out = folder / "recorded.parquet"
-    with Segments(out, header, (), 1, resume=False) as segments:
-        segments.write([sequence])
-        segments.write([sequence])
-    return folder / "recorded.parquet.parts" / "journal.json"
-
-
-def _read_journal(path):
-    from moesim.runtime.record.segments import finish, unfinished
-
-    # Finishing removes the parts, so it works on a copy.
-    copy = path.parent.with_name("copy.parquet.parts")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(path.parent, copy)
-    out = copy.with_name("copy.parquet")
-    out.unlink(missing_ok=True)
-    count = unfinished(out)
-    merged = finish(out)
-    return count, merged.header.to_json(), merged.rows
-
-
 def _profile(folder, seed):
     from moesim.hwprofiles.profile import load_profile, save_profile
 
@@ -383,7 +347,6 @@ def subjects():
         Subject("learned network", _network, _read_network, is_sealed=True),
         Subject("residual vectors", _residual, _read_residual, is_sealed=True),
         Subject("decision log", _decisions, _read_decisions),
-        Subject("journal of a recording", _journal, _read_journal),
         Subject("run.json", _saved_config, _read_config),
         Subject("configuration", _config, _read_config),
         Subject("hardware profile", _profile, _read_profile),

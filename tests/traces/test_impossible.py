@@ -489,20 +489,6 @@ def test_indexes_of_stores(tmp_path, place, value):
     refused(subjects._read_store, path)
 
 
-JOURNALS = cases(
-    ("batch", [0, -1, "x"]),
-    ("columns", [["pos"], "weights", [5]]),
-    ("header", ["{}", 5]),
-)
-
-
-@pytest.mark.parametrize(("place", "value"), JOURNALS)
-def test_journals_of_recordings(tmp_path, place, value):
-    path = subjects._journal(tmp_path, 0)
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), place, value)))
-    refused(subjects._read_journal, path)
-
-
 ARRIVALS = ["-1\n2\n", "1\nnan\n", "1\ninf\n", "3\n2\n", "soon\n", "", "1,2\n"]
 
 
