@@ -237,7 +237,6 @@ def residual_for(
 
 
 FACTS_KEY: Final = "moesim_calibration"
-_RESIDUAL_KEY: Final = "moesim"
 _GATING_COLUMNS: Final = ("weights", "pred1_raw")
 _NAMED_FACTS: Final = ("model", "weights", "prompts", "sequences", "date")
 
@@ -268,21 +267,30 @@ def count(trace: Trace) -> dict[str, np.ndarray]:
     transitions = Transitions(layers, experts)
     matrices = []
     has_gating = set(_GATING_COLUMNS) <= trace.columns
-    gating = _GatingCounts(layers)
+    # By layer: tokens that gating leaves one expert, of all; tokens whose best
+    # predicted expert is among theirs, of those that were predicted.
+    single, tokens, correct, predicted = np.zeros((4, layers))
 
     for rows in trace.sequences(_GATING_COLUMNS if has_gating else ()):
         flat = rows.layer.astype(np.int64)[:, None] * experts + rows.experts
         uses = np.bincount(flat.ravel(), minlength=layers * experts)
         matrices.append(uses.reshape(layers, experts))
-        for layer in range(layers - 1):
-            current, following = _same_tokens(rows, layer)
-            before = view_of(rows.experts[current], np.uint16)
-            after = view_of(rows.experts[following], np.uint16)
-            transitions.observe(layer, before, after)
+        for layer in range(layers):
             if has_gating:
-                gating.count_predictions(rows, layer, current, following)
-        if has_gating:
-            gating.count_single(rows)
+                weights = rows.columns["weights"][rows.layer == layer]
+                single[layer] += len(weights) * kept_alone(weights, THRESHOLD)
+                tokens[layer] += len(weights)
+            if layer == 0:
+                continue
+            before, now = _same_tokens(rows, layer - 1)
+            used = view_of(rows.experts[now], np.uint16)
+            transitions.observe(
+                layer - 1, view_of(rows.experts[before], np.uint16), used
+            )
+            if has_gating:
+                best = rows.columns["pred1_raw"][before].argmax(axis=1)
+                correct[layer] += (best[:, None] == rows.experts[now]).any(axis=1).sum()
+                predicted[layer] += len(now)
 
     activations = np.asarray(matrices, np.float64)
     tensors = {
@@ -290,7 +298,11 @@ def count(trace: Trace) -> dict[str, np.ndarray]:
         "activation_matrices": activations,
         "activation_counts": activations.sum(axis=0),
     }
-    return tensors | gating.shares() if has_gating else tensors
+    if has_gating:
+        # A layer without tokens has zero counts: divided by one they stay zero.
+        tensors["prefetch_accuracy"] = correct / np.maximum(predicted, 1)
+        tensors["single_share"] = single / np.maximum(tokens, 1)
+    return tensors
 
 
 def write_calibration(
@@ -323,7 +335,7 @@ def write_calibration(
     if residual is not None:
         tensors["residual"] = np.ascontiguousarray(residual.vectors, np.float32)
         # Under the key of a residual file, as which this one loads too.
-        metadata[_RESIDUAL_KEY] = json.dumps(residual.facts, sort_keys=True)
+        metadata[_METADATA] = json.dumps(residual.facts, sort_keys=True)
 
     provenance = opened.header.provenance
     facts: dict[str, Any] = {
@@ -335,45 +347,6 @@ def write_calibration(
     metadata[FACTS_KEY] = json.dumps(facts, sort_keys=True)
     write_bytes(out, save(tensors, sealed_metadata(tensors, metadata)))
     return facts
-
-
-class _GatingCounts:
-    """Counts, per layer, what AdapMoE's gating and prefetching would do. All [L]."""
-
-    def __init__(self, layers: int) -> None:
-        self._single = np.zeros(layers)
-        self._tokens = np.zeros(layers)
-        self._correct = np.zeros(layers)
-        self._predicted = np.zeros(layers)
-
-    def count_predictions(
-        self,
-        rows: SequenceRows,
-        layer: int,
-        current: np.ndarray,
-        following: np.ndarray,
-    ) -> None:
-        """Count tokens whose best predicted expert is among those of the next layer."""
-        best = rows.columns["pred1_raw"][current].argmax(axis=1)
-        correct = (best[:, None] == rows.experts[following]).any(axis=1)
-        # Counted for the layer that was predicted, not for the one that predicts.
-        self._correct[layer + 1] += correct.sum()
-        self._predicted[layer + 1] += len(current)
-
-    def count_single(self, rows: SequenceRows) -> None:
-        """Count tokens that gating leaves one expert."""
-        for layer in range(len(self._tokens)):
-            weights = rows.columns["weights"][rows.layer == layer]
-            self._single[layer] += len(weights) * kept_alone(weights, THRESHOLD)
-            self._tokens[layer] += len(weights)
-
-    def shares(self) -> dict[str, np.ndarray]:
-        """Return the shares of tokens, by tensor name."""
-        # A layer without tokens has zero counts: divided by one they stay zero.
-        return {
-            "prefetch_accuracy": self._correct / np.maximum(self._predicted, 1),
-            "single_share": self._single / np.maximum(self._tokens, 1),
-        }
 
 
 def _same_tokens(rows: SequenceRows, layer: int) -> tuple[np.ndarray, np.ndarray]:
