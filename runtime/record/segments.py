@@ -75,13 +75,15 @@ def finish(out: Path | str) -> Recording:
         TraceError: no unfinished recording, or it is still at work.
     """
     folder = parts_dir(out)
-    found = _finished(folder)
-    if not found:
+    segments = _finished(folder)
+    if not segments:
         raise TraceError(
             f"{out}: expected an unfinished recording in {folder.name}, found none"
         )
-    with Segments(out, found[0].header, found[0].columns, resume=True) as segments:
-        return segments.merge()
+    with Segments(
+        out, segments[0].header, segments[0].columns, resume=True
+    ) as recording:
+        return recording.merge()
 
 
 class Segments:
@@ -197,11 +199,11 @@ class Segments:
 
     def _begin(self) -> None:
         """Go on, or begin anew."""
-        found = _finished(self._folder) if self._resume else []
-        if found:
-            self._check_same(found[0])
-            self.header = found[0].header
-            self.done = _count(found)
+        segments = _finished(self._folder) if self._resume else []
+        if segments:
+            self._check_same(segments[0])
+            self.header = segments[0].header
+            self.done = _count(segments)
             return
 
         self._remove_segments()
@@ -255,21 +257,21 @@ def _finished(folder: Path) -> list[Trace]:
     Raises:
         TraceError: they are no segments of a recording.
     """
-    found: list[Trace] = []
+    segments: list[Trace] = []
     batch = 0
     for path in sorted(folder.glob("*.parquet")):
         try:
             segment = open_trace(path)
         except TraceError:
             break
-        if not found:
+        if not segments:
             batch = min(_number(segment, name) for name in ("batch", "sequences"))
-        first = found[0] if found else segment
-        is_next = path.stem == f"{len(found) * batch:09d}"
+        first = segments[0] if segments else segment
+        is_next = path.stem == f"{len(segments) * batch:09d}"
         if not is_next or segment.header != first.header:
             break
-        found.append(segment)
-    return found
+        segments.append(segment)
+    return segments
 
 
 def _number(segment: Trace, name: str) -> int:

@@ -145,8 +145,8 @@ def curves(  # noqa: C901 - one pass
         block's own first uses.
         """
         # Backwards: what was met last is what comes next.
-        found = before(keys_of(block)[::-1], places_of(block)[::-1], first_use)
-        return np.ascontiguousarray(found[::-1])
+        following = before(keys_of(block)[::-1], places_of(block)[::-1], first_use)
+        return np.ascontiguousarray(following[::-1])
 
     looks_ahead = {name for name in depths if name.startswith("belady")}
 

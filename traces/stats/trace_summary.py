@@ -133,7 +133,7 @@ def summarise_trace(
             layers.add(block)
             yield block
 
-    found = curves(counted(), shape)
+    hit_rates = curves(counted(), shape)
     if batch > 1:
         # Similarity is about single sequences, which batches have mixed.
         deque(read(), maxlen=0)
@@ -141,13 +141,13 @@ def summarise_trace(
     figures = {
         "batch": batch,
         **layers.figures(),
-        "curve_decode": _rates(found, Phase.DECODE),
-        "curve_all": _rates(found, None),
+        "curve_decode": _rates(hit_rates, Phase.DECODE),
+        "curve_all": _rates(hit_rates, None),
         **similarity.figures(),
         "prediction": prediction(trace, batch=batch),
     }
     figures["verdict"] = offloading_verdict(shape, figures)
-    return TraceSummary(shape, figures, found, layers.load)
+    return TraceSummary(shape, figures, hit_rates, layers.load)
 
 
 def _rates(curves: Curves, phase: Phase | None) -> dict[str, list[float]] | None:

@@ -32,16 +32,16 @@ cdef class Totals:
     cdef double[::1] _plan_end_s
     cdef double[:, ::1] _idle_from_s, _work_s
 
-    @cython.locals(n="long long", at="long long", on="long long", duration_s=double, what="signed char", idle_from_s=double, copied_s=double)
+    @cython.locals(n="long long", at="long long", on="long long", duration_s=double, code="signed char", idle_from_s=double, copied_s=double)
     cpdef _walk(self, const signed char[::1] lane, const signed char[::1] kind, const int[::1] step, const short[::1] layer, const int[::1] expert, const double[::1] start_s, const double[::1] end_s, const long long[::1] nbytes, const long long[::1] target)
 
     @cython.locals(lane="long long", cpu_s=double, gpu_s=double, longer_s=double)
     cdef _end_layer_step(self, long long layer)
 
-    @cython.locals(n="long long", step=int, gpu=int, layer=int, expert=int, what=int)
+    @cython.locals(n="long long", step=int, gpu=int, layer=int, expert=int, event=int)
     cpdef _follow(self, const int[:, ::1] events)
 
-    cdef _note_copy(self, int step, int gpu, int layer, int expert, int what)
+    cdef _note_copy(self, int step, int gpu, int layer, int expert, int event)
 
     @cython.locals(n="long long", gpu="long long", own_step=bint)
     cdef _note_miss(self, int step, int layer, int expert)

@@ -206,18 +206,18 @@ class Totals:
         """
         for n in range(len(lane)):
             at = lane[n]
-            what = kind[n]
+            code = kind[n]
             duration_s = end_s[n] - start_s[n]
             self.busy_s[at] += duration_s
             self.bytes[at] += nbytes[n]
             self.start_s = min(self.start_s, start_s[n])
             self.end_s = max(self.end_s, end_s[n])
             on = layer[n]
-            if what == PLAN:
+            if code == PLAN:
                 self.planning_s += duration_s
                 self._planned[on] = step[n]
                 self._plan_end_s[on] = end_s[n]
-            elif what == COMPUTE:
+            elif code == COMPUTE:
                 self.seen = max(self.seen, step[n])
                 if self._computed[on] != step[n]:
                     self._end_layer_step(on)
@@ -232,9 +232,9 @@ class Totals:
                         self.stall_s[at] += copied_s - idle_from_s
                 self._idle_from_s[on, at] = end_s[n]
                 self._work_s[on, at] += duration_s
-            elif what == JOIN:
+            elif code == JOIN:
                 self.seen = max(self.seen, step[n])
-            elif FETCH <= what <= READ and target[n] >= 0:
+            elif FETCH <= code <= READ and target[n] >= 0:
                 self._landed_s[target[n], on, expert[n]] = end_s[n]
 
     def _end_layer_step(self, layer: int) -> None:
@@ -268,23 +268,23 @@ class Totals:
             gpu = events[n, 1]
             layer = events[n, 2]
             expert = events[n, 3]
-            what = events[n, 4]
-            if what >= _COPIED:
-                self._note_copy(step, gpu, layer, expert, what)
-            elif what == MISS:
+            event = events[n, 4]
+            if event >= _COPIED:
+                self._note_copy(step, gpu, layer, expert, event)
+            elif event == MISS:
                 self._note_miss(step, layer, expert)
             else:
-                self._note_use(step, gpu, layer, expert, what)
+                self._note_use(step, gpu, layer, expert, event)
 
     def _note_copy(
-        self, step: int, gpu: int, layer: int, expert: int, what: int
+        self, step: int, gpu: int, layer: int, expert: int, event: int
     ) -> None:
         self.copies += 1
         if step - self._present_step[gpu, layer, expert] <= REFETCH_STEPS:
             self.refetched += 1
         self._present_step[gpu, layer, expert] = step
         self._prefetch[gpu, layer, expert] = _SETTLED
-        if what == _PREFETCHED:
+        if event == _PREFETCHED:
             self.prefetched += 1
             self._prefetch[gpu, layer, expert] = _UNUSED
 
@@ -318,7 +318,7 @@ class Totals:
         self._prefetch[gpu, layer, expert] = _SETTLED
 
 
-def _events(chunk: Chunk, gpu: np.ndarray, what: np.ndarray) -> np.ndarray:
+def _events(chunk: Chunk, gpu: np.ndarray, event: np.ndarray) -> np.ndarray:
     """Copies or accesses as events of `Totals`: int32 [N, 5]."""
-    columns = [chunk["step"], gpu, chunk["layer"], chunk["expert"], what]
+    columns = [chunk["step"], gpu, chunk["layer"], chunk["expert"], event]
     return np.stack(columns, axis=1, dtype=np.int32, casting="unsafe")
