@@ -217,8 +217,11 @@ def field_map(
     every = swept.frame(details=True)
     is_changed = (every["draft_tokens"] == _DRAFTED_TOKENS) | every["warm"].notna()
     columns = [*CELL, "title", "bound_s", "limit"]
+    usual = every[~is_changed]
+    # Drafts and warm starts are no axes of these.
+    usual.attrs = {}
     return FieldMap(
-        every[~is_changed],
+        usual,
         every[is_changed],
         pd.DataFrame(bounds, columns=columns),
         swept.refusals,

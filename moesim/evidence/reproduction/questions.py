@@ -36,7 +36,7 @@ _CHOICES: dict[str, Callable[[Sequence[float]], float]] = {
     "least": min,
     "most": max,
 }
-_COMPARISONS: dict[str, Callable[[float, float], float]] = {
+COMPARISONS: dict[str, Callable[[float, float], float]] = {
     "ratio": lambda system, other: system / other,
     # Of times, so that more is better.
     "speedup": lambda system, other: other / system,
@@ -183,7 +183,7 @@ class Question:
             )
             if others:
                 other = _CHOICES[self.rival](others)
-                system = _COMPARISONS[self.compare](system, other)
+                system = COMPARISONS[self.compare](system, other)
             figures.append(system)
         return self.scale * _CHOICES[self.across](figures)
 

@@ -34,6 +34,7 @@ from moesim.evidence.reproduction.routing import (
     shared_traces,
 )
 from moesim.evidence.reproduction.runs import learned_cache
+from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.base import PolicyError
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
     from moesim.evidence.reproduction.questions import Again, Question
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
-    from moesim.evidence.reproduction.workloads import Workload
 
     Progress = Callable[[float], None]
     Job = tuple[Callable[[Any, Path], Any], Any]
@@ -120,18 +120,11 @@ def reproduce_all(
         experiments = [(name, *traces) for name in EXPERIMENTS]
     # Predictions need their routing, and runs need all.
     routing = {load.routing for load in loads}
-    for files, show in (
-        ([*_jobs(_train, networks), *_jobs(_draw, routing)], part(0.0, 0.2)),
-        (_jobs(_draw, loads - routing), part(0.2, 0.3)),
-    ):
-        done.make(files, show)
-    done.add(
-        [
-            *((_do, spec) for spec in todo),
-            *((_experiment, task) for task in experiments),
-        ],
-        part(0.3, 1.0),
-    )
+    done.make(_jobs(_train, networks) + _jobs(Workload.draw, routing), part(0.0, 0.2))
+    done.make(_jobs(Workload.draw, loads - routing), part(0.2, 0.3))
+    rest: list[Job] = [(_do, spec) for spec in todo]
+    rest += [(_experiment, task) for task in experiments]
+    done.add(rest, part(0.3, 1.0))
     reproductions = [
         Reproduction(EXPERIMENTS[task[0]], measured, models, EXPERIMENT_STEPS)
         for task in experiments
@@ -197,13 +190,18 @@ class _Done:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
 
-    def make(self, files: Sequence[Job], progress: Progress) -> None:
-        """Make the files that are not there yet."""
-        jobs = [(*job, self.folder) for job in files]
-        run_tasks(_work, jobs, lambda *_: None, jobs=self._jobs, progress=progress)
+    def make(
+        self,
+        jobs: Sequence[Job],
+        progress: Progress,
+        collect: Callable[[int, Any], None] = lambda *_: None,
+    ) -> None:
+        """Do work in the folder."""
+        tasks = [(*job, self.folder) for job in jobs]
+        run_tasks(_work, tasks, collect, jobs=self._jobs, progress=progress)
 
     def add(self, jobs: Sequence[Job], progress: Progress) -> None:
-        """Do what is not done yet."""
+        """Do what is not done yet, and note its results."""
         todo = [job for job in jobs if _key(job[1]) not in self.results]
 
         def collect(index: int, result: Any) -> None:
@@ -211,8 +209,7 @@ class _Done:
             self.results[key] = result
             self._journal.add([key, result])
 
-        inputs = [(*job, self.folder) for job in todo]
-        run_tasks(_work, inputs, collect, jobs=self._jobs, progress=progress)
+        self.make(todo, progress, collect)
 
     def discard(self) -> None:
         """Remove everything."""
@@ -236,7 +233,7 @@ def _work(job: tuple[Callable[[Any, Path], Any], Any, Path], _show: Progress) ->
 
 
 def _jobs(
-    work: Callable[[Workload, Path], None], loads: Iterable[Workload]
+    work: Callable[[Workload, Path], Any], loads: Iterable[Workload]
 ) -> list[Job]:
     """Work on traces, the longest first."""
 
@@ -245,10 +242,6 @@ def _jobs(
         return -tokens * load.shape.layers * load.shape.experts, load.name
 
     return [(work, load) for load in sorted(loads, key=size)]
-
-
-def _draw(load: Workload, folder: Path) -> None:
-    load.draw(folder)
 
 
 def _train(load: Workload, folder: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from moesim.base.errors import TraceError
 from moesim.engine.observers import observed_policy
+from moesim.evidence.reproduction.questions import COMPARISONS
 from moesim.evidence.reproduction.runs import decode_replays
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import cache_replay
@@ -126,11 +127,11 @@ def percent(part: float, total: float) -> float:
     return 100.0 * part / total
 
 
-def _change(before: float, after: float) -> float:
-    """Relative change in %; none can be told from nothing at all."""
-    if not before:
+def _compared(how: str, system: float, other: float) -> float:
+    """Two sides as one figure, as records compare them; nothing at all cannot be."""
+    if not other:
         raise LacksError("lacks something to compare with")
-    return 100.0 * (after / before - 1.0)
+    return COMPARISONS[how](system, other)
 
 
 # -- caches driven alone: every miss is fetched and offered, and no time passes --------
@@ -336,7 +337,9 @@ def learned_gain(excerpt: Excerpt, over: str, *, copies: bool = False) -> float:
     rates = _learned_rates(excerpt)
     ours, rival = rates[learned.LEARNED], rates[over.lower()]
     # Every miss is one copy.
-    return -_change(1.0 - rival, 1.0 - ours) if copies else _change(rival, ours)
+    if copies:
+        return _compared("reduction", 1.0 - ours, 1.0 - rival)
+    return _compared("gain", ours, rival)
 
 
 # -- systems on a machine, and their parts ---------------------------------------------
@@ -362,14 +365,11 @@ def replayed(excerpt: Excerpt, metric: str, *, near: int = 1, **options: Any) ->
     return 100.0 * float(rate)
 
 
-def points(excerpt: Excerpt, of: Mapping[str, Any], over: Mapping[str, Any]) -> float:
-    """By what one run's rate is above another's."""
-    return replayed(excerpt, **of) - replayed(excerpt, **over)
-
-
-def change(excerpt: Excerpt, of: Mapping[str, Any], over: Mapping[str, Any]) -> float:
-    """The same in % of the other's."""
-    return _change(replayed(excerpt, **over), replayed(excerpt, **of))
+def compared(
+    excerpt: Excerpt, how: str, of: Mapping[str, Any], over: Mapping[str, Any]
+) -> float:
+    """One run's rate against another's, such as their ``difference`` or ``gain``."""
+    return _compared(how, replayed(excerpt, **of), replayed(excerpt, **over))
 
 
 LAST_QUARTER = 0.75
