@@ -19,7 +19,7 @@ from moesim.base.files import write_bytes
 from moesim.base.inputs import Checked, parse_json
 from moesim.engine.observers import Entry
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
-from moesim.traces.format.schema import Phase
+from moesim.traces.format.schema import Phase  # noqa: TC001 - pydantic reads it
 from moesim.traces.importers.readers.arrays import load_named
 
 if TYPE_CHECKING:
@@ -107,9 +107,7 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
             for (step_of_layer, layer), named in sorted(by_layer.items())
             if step_of_layer == numbers_of_pass.step
         ]
-        routed = RoutedStep(**numbers_of_pass._asdict(), layers=layers)
-        routed.phase = _phase(path, numbers_of_pass.phase)
-        steps.append(routed)
+        steps.append(RoutedStep(**numbers_of_pass._asdict(), layers=layers))
     return entries, steps
 
 
@@ -117,20 +115,11 @@ class _Pass(NamedTuple):
     """A forward pass, but for its layers; the fields of `RoutedStep`."""
 
     step: int
-    phase: int
+    phase: Phase
     batch: int
     tokens: int
     context_tokens: int
     sequences: int
-
-
-def _phase(path: Path, number: int) -> Phase:
-    try:
-        return Phase(number)
-    except ValueError:
-        raise StoreError(
-            f"{path}: phase: expected 0 or 1, found {number}; run it again"
-        ) from None
 
 
 def _parsed(path: Path, text: np.ndarray, schema: type[Checked]) -> Checked:
