@@ -177,8 +177,7 @@ def _layers(figure: Figure, base: Any, cursor: dict[str, str]) -> list[Any]:
     """The marks of a figure, with intervals below and words above them."""
     if figure.mark == "cells":
         return [_cells(figure, base)]
-    across = _steps if figure.mark == "bar" and figure.x.integer else _side
-    placed = base.encode(x=across(figure.x, alt.X), y=_side(figure.y, alt.Y))
+    placed = base.encode(x=_across(figure), y=_side(figure.y, alt.Y))
     looks = _looks(figure)
     marks = placed.encode(tooltip=_hover(figure), **looks)
     foresees = f"indexof({sorted(figure.dashed)}, datum['{figure.series}']) >= 0"
@@ -248,9 +247,15 @@ def _interval(figure: Figure, base: Any, looks: dict[str, Any]) -> Any:
         marks = marks.encode(color=looks["color"])
     if not figure.lies:
         low = _side(figure.y, alt.Y, figure.low)
-        return marks.encode(x=_side(figure.x, alt.X), y=low, y2=figure.high)
+        return marks.encode(x=_across(figure), y=low, y2=figure.high)
     low = _side(figure.x, alt.X, figure.low)
     return marks.encode(x=low, x2=figure.high, y=_side(figure.y, alt.Y))
+
+
+def _across(figure: Figure) -> Any:
+    """The horizontal axis; bars have a place for each whole number."""
+    bars = figure.mark == "bar" and figure.x.integer
+    return (_steps if bars else _side)(figure.x, alt.X)
 
 
 def _side(axis: Axis, channel: Any, column: str | None = None) -> Any:
