@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from support.cache_driver import SHARED_TRACES
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import hand_trace
 
@@ -115,17 +114,14 @@ def test_without_a_calibration_it_is_refused(tmp_path):
             ask(trace, cache_ratio=0.5, **BY_CURVE)
 
 
-@pytest.mark.skipif(
-    not SHARED_TRACES.exists(), reason="other people's traces are not here"
-)
-def test_six_recorded_traces_lose_no_more_than_noise(tmp_path):
+def test_six_recorded_traces_lose_no_more_than_noise(tmp_path, shared_traces):
     """Half of the experts cached; each trace is judged on the part that did not divide
     the slots, then on the other.
     """
     gains = []
     for model, file in TRACES.items():
         whole = tmp_path / f"{file}.parquet"
-        source = SHARED_TRACES / f"{file}.parquet"
+        source = shared_traces / f"{file}.parquet"
         import_trace(source, whole, shape=model_shape(model))
         parts = halves(moesim.open_trace(whole), tmp_path)
         for calibration, judged in (parts, parts[::-1]):
