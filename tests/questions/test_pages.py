@@ -247,6 +247,14 @@ def test_a_page_holds_every_line_to_compare_with():
     }
 
 
+def test_bars_and_their_intervals_share_an_axis():
+    rows = pd.DataFrame({"n": [0, 1], "v": [1.0, 2.0], "low": 0.5, "high": 2.5})
+    n, v = Axis("n", "n", integer=True), Axis("v", "v")
+    bars = Figure(rows, n, v, "", mark="bar", low="low", high="high")
+    layers = interactive(Shown(bars)).spec["layer"]
+    assert {each["encoding"]["x"]["type"] for each in layers} == {"ordinal"}
+
+
 # What a timeline says.
 
 
