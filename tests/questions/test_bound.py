@@ -16,6 +16,7 @@ from support.strategies import traces
 
 from moesim.hwprofiles.costs import Overlap
 from moesim.policies import registry
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.runs.bound import (
     CPU,
@@ -292,6 +293,17 @@ def test_the_link_bound_is_met_where_copies_take_all_the_time(tmp_path):
     share, resource = met(tmp_path, costs, "on-demand", slots=3, top_k=1)
     assert resource == LINK
     assert share > 0.99
+
+
+def test_work_ahead_of_its_gate_leaves_its_layer_step(tmp_path):
+    trace = hand_trace(tmp_path / "t.parquet", [[[0]]], experts=2)
+    costs = HandCosts(cpu=1.0, gpu=1e9, copy=1e9, dense=TINY)
+    costs.shape = shape(1, 2, 1)
+    plan = MemoryPlan(CacheSize.for_model(costs.shape, slots_per_layer=0))
+    for ahead, inside_s in ((False, 1.0), (True, 0.0)):
+        bound = least_seconds(layer_steps(trace), costs, plan, computes_ahead=ahead)
+        assert bound.by_resource[ORDER] == pytest.approx(inside_s, abs=1e-3)
+        assert bound.by_resource[CPU] == pytest.approx(1.0)
 
 
 def test_words_name_what_limits():

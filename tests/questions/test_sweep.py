@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.processes import PATIENCE_S, ROOT, output_of, start
-from support.small_trace import write_small_trace
+from support.small_trace import SHAPE, write_small_trace
 
 import moesim
 from moesim.base.files import sha256
@@ -452,3 +452,18 @@ def test_a_killed_process_costs_its_tasks_only(tmp_path):
     results = {}
     run_tasks(once, tasks, results.__setitem__, jobs=2)
     assert results == {number: str(number) for number in range(4)}
+
+
+def test_times_of_batches_by_hand():
+    """A pause belongs to the step after it, but not one between batches; the second
+    batch has no prompt, and one step verifies a draft.
+    """
+    observer = rows.RunObserver(SHAPE, ["cpu"])
+    columns = {"batch": [0, 0, 0, 1], "phase": [0, 1, 1, 1], "tokens": [4, 2, 4, 2],
+               "sequences": [2, 2, 2, 2], "start_s": [0.0, 3.0, 4.0, 9.0],
+               "end_s": [2.0, 4.0, 6.0, 10.0]}  # fmt: skip
+    observer.add("steps", {name: np.array(each) for name, each in columns.items()})
+    found = observer.columns()
+    assert found["batch_decode_s"] == [4.0, 1.0]
+    assert found["batch_decode_tokens"] == [3, 1]
+    assert found["batch_makespan_s"] == [6.0, 1.0]
