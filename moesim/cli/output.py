@@ -63,7 +63,7 @@ def present(
         more: other files that were written.
         notes: for standard error, beside the answer's warnings.
     """
-    answer = answer.asked_by(command_line())
+    answer.command = command_line()
     png, html, table = (
         getattr(options, name, None) for name in ("png", "html", "table")
     )

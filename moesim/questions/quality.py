@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.quality import Passages, Scores
     from moesim.runtime.record.calibration import Residual
-    from moesim.traces.format.schema import ModelShape
 
 TOKENS = 1024
 PROMPT_TOKENS = 64
@@ -142,9 +141,10 @@ def quality(
     Raises:
         TraceError, ProfileError, PolicyError: bad input, in one line.
     """
-    _check_counts(
-        tokens=tokens, prompt_tokens=prompt_tokens, scored_tokens=scored_tokens
-    )
+    counts = {"tokens": tokens, "prompt_tokens": prompt_tokens}
+    for name, count in (counts | {"scored_tokens": scored_tokens}).items():
+        if count < 1:
+            raise TraceError(f"{name}: expected >= 1, got {count}")
     # Before torch and the model are loaded, so that a typo costs no minute.
     configs = [
         RunConfig.of(
@@ -162,12 +162,15 @@ def quality(
     base = configs[0]
     columns = _needed_columns(configs)
 
-    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
+    from moesim.runtime.models.local_model import (  # noqa: PLC0415 - torch
+        load_model,
+        model_shape,
+    )
     from moesim.runtime.quality import PolicyUnderTest, measure  # noqa: PLC0415
     from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch
 
     local = load_model(model, device=device, dtype=dtype)
-    shape = _shape_of(local)
+    shape = model_shape(local.model, local.name)
     passages = _passages(
         local,
         text,
@@ -213,26 +216,6 @@ def quality(
         **_described(setups[0]),
     }
     return Quality(pd.DataFrame(rows), effective)
-
-
-def _check_counts(**counts: int) -> None:
-    """Refuse to read nothing.
-
-    Raises:
-        TraceError: naming the option.
-    """
-    for name, count in counts.items():
-        if count < 1:
-            raise TraceError(f"{name}: expected >= 1, got {count}")
-
-
-def _shape_of(local: LocalModel) -> ModelShape:
-    """The shape of a loaded model."""
-    from moesim.runtime.models.gates import find_blocks, gate_facts  # noqa: PLC0415
-    from moesim.runtime.models.local_model import model_shape  # noqa: PLC0415 - torch
-
-    blocks = find_blocks(local.model)
-    return model_shape(local.model, local.name, blocks, gate_facts(local.model, blocks))
 
 
 def _described(setup: Setup) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from moesim.reporting.answers import Answer
 from moesim.reporting.parts import HEADS, Column, Listing
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import replay
-from moesim.runs.setup import opened, profile_of
+from moesim.runs.setup import Setup, opened, profile_of
 from moesim.traces.format.batch import compose
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.hwprofiles.schema import Curve, Quantity
-    from moesim.runs.result import Run
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
@@ -173,51 +172,46 @@ def sensitivity(
     profile = profile_of(config.hw if hw is None else hw)
     report_progress = progress or (lambda _path, _share: None)
 
-    def runs_on(machine: HardwareProfile) -> dict[str, Run]:
-        return {
-            name: replay(config.replaced(policy=name, hw=machine), keep=False)
+    def times_s(machine: HardwareProfile) -> pd.Series[float]:
+        metrics = [
+            replay(config.replaced(policy=name, hw=machine), keep=False).metrics
             for name in policies
-        }
+        ]
+        seconds = [each["tpot_s"] for each in metrics]
+        if not all(seconds):
+            seconds = [each["makespan_s"] for each in metrics]
+        return pd.Series(seconds, list(policies), float)
 
-    def times_s(runs: dict[str, Run]) -> dict[str, float]:
-        measures = ("tpot_s", "makespan_s")
-        figures = [[run.metrics[each] for run in runs.values()] for each in measures]
-        seconds = figures[0] if all(figures[0]) else figures[1]
-        return dict(zip(runs, seconds, strict=True))
-
-    baseline = runs_on(profile)
-    baseline_s = times_s(baseline)
-    winner = _fastest(baseline_s)
+    baseline_s = times_s(profile)
+    winner = str(baseline_s.idxmin())
     moves = list(_moves(profile))
     constants: list[dict[str, Any]] = []
     for number, move in enumerate(moves):
         report_progress(move.path, number / len(moves))
         # One constant at a time: what two of them do together stays unseen.
-        moved = [times_s(runs_on(machine)) for machine in move.ends]
-        effect = max(
-            abs(seconds[name] / baseline_s[name] - 1.0)
-            for seconds in moved
-            for name in baseline_s
-        )
+        moved_s = pd.DataFrame([times_s(machine) for machine in move.ends])
+        effect = float((moved_s / baseline_s - 1.0).abs().to_numpy().max())
         # Most constants are of operations that these policies never do.
         if effect < _TINY_EFFECT:
             continue
-        winners = [_fastest(seconds) for seconds in moved]
+        winners: list[Any] = moved_s.idxmin(axis=1).tolist()
         constants.append(
             {
                 "path": move.path,
                 "interval": "assumed" if move.assumed else "measured",
                 "effect": effect,
                 "winners": winners,
-                "changes_winner": any(name != winner for name in winners),
+                "changes_winner": set(winners) != {winner},
             }
         )
     constants.sort(key=lambda constant: -constant["effect"])
 
     report_progress("where fetching pays", 1.0)
+    best = config.replaced(policy=winner, hw=profile)
+    asked = Setup.of(best, opened_trace)
     return Sensitivity(
         winner,
-        baseline_s,
+        dict(zip(policies, baseline_s, strict=True)),
         constants,
         break_even=break_even(profile, opened_trace.shape),
         cliff=capacity_cliff(opened_trace, batch=config.batch, steps=config.steps),
@@ -226,15 +220,11 @@ def sensitivity(
             "hw": profile.name,
             "hw_digest": profile.digest,
             "policies": list(policies),
-            "memory": cache_words(baseline[winner].config),
+            "memory": cache_words(asked.effective_config(opened_trace)),
             "batch": config.batch,
             "steps": config.steps,
         },
     )
-
-
-def _fastest(makespans_s: dict[str, float]) -> str:
-    return min(makespans_s, key=lambda name: makespans_s[name])
 
 
 def _moves(profile: HardwareProfile) -> Iterator[_Move]:

@@ -4,7 +4,7 @@ of it here, whatever was asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +66,6 @@ class Answer:
     def frame(self) -> pd.DataFrame:
         """The table that answers, in SI units."""
         return self.tables[0].frame if self.all_rows is None else self.all_rows
-
-    def asked_by(self, command: str) -> Answer:
-        """The same, with the command line that repeats it."""
-        return replace(self, command=command)
 
     def figure(self, name: str | None = None, **options: Any) -> Figure:
         """A figure; the first without a name.

@@ -58,14 +58,6 @@ def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, sw
             assert cell["fastest"].tolist() == table["fastest"].tolist()
 
 
-def test_the_winner_of_a_cell_is_its_fastest_that_sees_the_past_only(swept):
-    for cell, part in swept.table.groupby(CELL):
-        real = part[part["candidate"] != "on-demand+belady"]
-        (winner,) = part.loc[part["fastest"], "candidate"]
-        assert winner == real.loc[real["tpot_s"].idxmin(), "candidate"], cell
-    assert swept.table["fastest"].sum() == 6
-
-
 def by_key(rows):
     """Figures of a table by setting and policy."""
     same = ("seconds", "behind", "tied", "begins", *SAME)
@@ -109,29 +101,10 @@ def test_one_setting_has_the_same_figures_under_the_same_words_however_it_is_ask
             assert all(f">{cell}<" in text for cell in row)
 
 
-def test_more_slots_hit_more(swept):
-    hits = swept.table[swept.table["candidate"] == "on-demand"].groupby("hw")[
-        "hit_rate_active"
-    ]
-    assert all(
-        rates.is_monotonic_increasing and rates.iloc[0] < rates.iloc[-1]
-        for _, rates in hits
-    )
-
-
 def test_a_sweep_keeps_no_timelines_unless_told(trace, swept):
     assert all(run.timeline.frame().empty for run in swept.runs.values())
     kept = moesim.compare(trace, ["greedy"], memory=MEMORIES[:2], steps=3)
     assert all(len(run.timeline.step_frame()) == 3 for run in kept.runs.values())
-
-
-def test_progress_ends_at_one(trace):
-    shares = []
-    moesim.compare(
-        trace, ["greedy", "all-cpu"], memory=MEMORIES[:2], progress=shares.append
-    )
-    assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(1.0)
 
 
 def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path):
