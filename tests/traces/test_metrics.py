@@ -158,6 +158,21 @@ def test_waiting_for_another_lane_or_for_dispatch_is_no_stall():
     assert summarise(timeline)["stall_s"]["gpu0"] == 1.0
 
 
+def test_a_layer_step_is_judged_by_itself():
+    """Step 0 computes on the CPU alone. Step 1 has both lanes busy from 8 to 12; nothing
+    was planned, so the GPU did not wait for the copy that landed at 8.
+    """
+    timeline = spans.Timeline(LANES)
+    timeline.span(CONTROL, spans.PLAN, 0, 0, -1, 0.0, 1.0, 0)
+    timeline.span(CPU, spans.COMPUTE, 0, 0, 7, 1.0, 5.0, 0)
+    timeline.span(H2D, spans.FETCH, 1, 0, 3, 6.0, 8.0, 300)
+    for lane, expert in ((CPU, 7), (GPU, 3)):
+        timeline.span(lane, spans.COMPUTE, 1, 0, expert, 8.0, 12.0, 0)
+    figures = summarise(timeline)
+    assert figures["imbalance"] == (1 + 0) / 2
+    assert figures["stall_s"] == {"cpu": 0.0, "gpu0": 0.0}
+
+
 def test_the_cpu_stalls_on_reads():
     timeline = spans.Timeline(LANES)
     timeline.span(CONTROL, spans.PLAN, 0, 0, -1, 0.0, 1.0, 0)
@@ -172,13 +187,14 @@ def prefetch(timeline, step, layer, expert, start_s):
 
 def test_prefetch_accuracy_by_hand():
     """Expert 1 is found on arrival, 2 under way, 3 never asked for, 4 gone when asked
-    for in the next step.
+    for in the next step; that it is there again later is no merit of the prefetch.
     """
     timeline = spans.Timeline(LANES)
     for expert in (1, 2, 3, 4):
         prefetch(timeline, 0, 1, expert, 0.1 * expert)
     access(timeline, 0, [1, 2], [spans.HIT, spans.DELAYED], layer=1)
     access(timeline, 1, [4, 5], [spans.MISS, spans.MISS], layer=1)
+    access(timeline, 2, [4], [spans.HIT], layer=1)
     figures = summarise(timeline)
     assert figures["prefetched"] == 4
     assert figures["prefetch_accuracy"] == 2 / 4

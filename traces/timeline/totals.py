@@ -223,7 +223,6 @@ class Totals:
                     self._end_layer_step(on)
                     self._computed[on] = step[n]
                     self.layer_steps += 1
-                    self._idle_from_s[on, :] = -inf
                 # Without planning there is no window, so no stall.
                 if self._planned[on] == step[n]:
                     idle_from_s = max(self._idle_from_s[on, at], self._plan_end_s[on])
