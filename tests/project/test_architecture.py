@@ -44,8 +44,8 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_TOKENS = 509_200
-MOST_TEST_TOKENS = 372_700
+MOST_TOKENS = 495_000
+MOST_TEST_TOKENS = 350_100
 """What a person must hold; `benchmarks/size.py` counts it, in tokens of code, which no
 formatter changes. A change that needs more raises the number, and says why.
 """

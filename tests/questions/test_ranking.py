@@ -57,6 +57,13 @@ def test_a_difference_in_every_sequence_is_certain():
     assert ranked["low_s"].iloc[1] < ranked["high_s"].iloc[0]
 
 
+def test_an_axis_without_values_changes_nothing():
+    """Such as the cache of systems that have none of their own."""
+    times = [("a", [1.0]), ("b", [2.0])]
+    bare = ranking(frame_of(times, axes=("policy", "cache"), cache=[None, None]))
+    assert bare["behind"].tolist() == ranking(frame_of(times))["behind"].tolist()
+
+
 def test_a_lead_that_hangs_on_one_sequence_is_a_tie():
     times_s = np.full(10, 1.0)
     other_s = np.full(10, 1.001)

@@ -125,8 +125,10 @@ def ranking(frame: pd.DataFrame) -> pd.DataFrame:
         for name in frame.columns
         if name not in table
     }
-    means = frame.groupby(names, sort=False, dropna=False).agg(ways)
-    table = table.merge(means.reset_index(), on=names, how="left")
+    means = frame.groupby(names, sort=False, dropna=False).agg(ways).reset_index()
+    # An axis without any value has another type in each of the two.
+    kinds = frame[names].dtypes
+    table = table.astype(kinds).merge(means.astype(kinds), on=names, how="left")
     if "prediction_error" in table:
         lead = table["prediction_error"].astype(float).fillna(LEAST_LEAD).clip(lower=0)
         table["tied"] |= ~table["oracle"] & (table["behind"] <= lead)
