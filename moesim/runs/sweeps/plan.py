@@ -19,8 +19,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from moesim.base.files import sha256
 from moesim.base.options import ConfigError, as_list, is_list, option_of
 from moesim.policies.base import PolicyError
@@ -375,6 +373,8 @@ def _source_digest(cls: type[Policy]) -> str | None:
     """SHA-256 of the files of a policy's package and of those that they import,
     libraries excepted.
     """
+    import psutil  # noqa: PLC0415 - our own policies need none
+
     package = cls.__module__.partition(".")[0]
     begin_s = psutil.Process().create_time()
     # A policy that is named by its path is read anew whenever it is found.
