@@ -19,6 +19,7 @@ from moesim.runs.measured import (
     finish,
     rehearse,
 )
+from moesim.runs.result import save_run
 from moesim.runs.setup import Setup, needed_columns, refuse_oracles
 
 if TYPE_CHECKING:
@@ -145,10 +146,6 @@ def run_live(
     run.texts = [local.decode(tokens) for tokens in result.tokens]
     run.tokens = result.tokens
     run.steps = result.steps
-    # Loaded only now, so that the run has the memory to itself.
-    if config.verify:
-        plain = local_model.load_weights(folder, dtype).eval().to(device.device)
-        run.verification = live.verify(plain, result.passes, dtype)
     run.warnings += _warnings(run)
     run.startup |= {
         "store_s": store_s,
@@ -171,6 +168,14 @@ def run_live(
         "residual": None if residual is None else residual.id,
     }
     finish(run, setup, repeated, store, result.steps, facts, out=out, perfetto=perfetto)
+
+    # Loaded only now, so that the run had the memory to itself and is kept if the whole
+    # model has no room.
+    if config.verify:
+        plain = local_model.load_weights(folder, dtype).eval().to(device.device)
+        run.verification = live.verify(plain, result.passes, dtype)
+        if out is not None:
+            save_run(run, Path(out))
     return run
 
 

@@ -2,6 +2,7 @@
 cache, any mix of lanes.
 """
 
+import json
 import os
 import time
 from types import SimpleNamespace
@@ -228,6 +229,21 @@ def test_a_model_of_words_without_tokenizer_is_refused_before_it_runs(
     words = {"hw": host_profile(), "store": tmp_path / "s", "verify": True}
     with pytest.raises(TraceError, match=r"tokenizer\.model, .*vocab\.json"):
         live.run_live(folder, ["x"], "greedy", **words)
+
+
+def test_a_check_without_room_for_the_whole_model_loses_no_run(tmp_path, monkeypatch):
+    from moesim.runs import live
+
+    def no_room(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(tiny, "load_weights", no_room)
+    options = {"store": tmp_path / "s", "out": tmp_path / "out", "new_tokens": 1}
+    with pytest.raises(MemoryError):
+        live.run_live(
+            "tiny", ["x"], "greedy", hw=host_profile(), verify=True, **options
+        )
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["config"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
