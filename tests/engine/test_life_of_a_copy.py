@@ -66,6 +66,13 @@ class Swapping(LRU):
         return 2
 
 
+class Roomy(Swapping):
+    """Begins with experts 0 and 1 of each layer, however many fit."""
+
+    def initial(self, slots):
+        return np.flatnonzero(np.arange(3 * 4) % 4 < 2)
+
+
 class Reluctant(CachePolicy):
     """Lets nobody leave."""
 
@@ -76,7 +83,10 @@ class Reluctant(CachePolicy):
 @pytest.fixture(autouse=True, scope="module")
 def policies_of_this_module():
     with registered(
-        prefetch_wishes=Wishes, cache_swapping=Swapping, cache_reluctant=Reluctant
+        prefetch_wishes=Wishes,
+        cache_swapping=Swapping,
+        cache_roomy=Roomy,
+        cache_reluctant=Reluctant,
     ):
         yield
 
@@ -187,6 +197,15 @@ def test_a_replacement_waits_until_the_one_it_replaces_is_free():
     # at 8 too. Layer 2: to 9, product to 12.
     assert spans(timeline, "replace") == [("h2d0", 3, 4, 8), ("h2d0", 3, 8, 12)]
     assert states_of(planner)[1].tolist() == [ABSENT, RESIDENT, ABSENT, RESIDENT]
+
+
+def test_free_room_does_not_let_a_replacement_overtake_who_is_being_used():
+    """Layer 0 joins at 7; (2,3) is copied 7-11. Layer 1 computes (1,0) from 8 to 14:
+    until then (1,3), which is to take its place, waits, though a slot is free.
+    """
+    planner = made(cache="roomy", slots=3, costs=HandCosts(gpu=6.0, dense=1.0))
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0), routed(2, 1)]))
+    assert spans(timeline, "replace") == [("h2d0", 3, 7, 11), ("h2d0", 3, 14, 18)]
 
 
 def test_a_replacement_of_who_has_left_is_forgotten():
