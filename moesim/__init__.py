@@ -11,6 +11,7 @@ torch::
 
 from __future__ import annotations
 
+import ast
 import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,58 +107,24 @@ __all__ = [
     "write_perfetto",
 ]
 
-# A module that moves is one line here.
-_MODULES = {
-    "moesim.advice.advise": ("advise",),
-    "moesim.advice.answer": ("Advice",),
-    "moesim.advice.plan.memory": ("Job",),
-    "moesim.hwprofiles.profile": (
-        "HardwareProfile",
-        "list_profiles",
-        "load_profile",
-        "save_profile",
-    ),
-    "moesim.policies.registry": ("list_policies", "register"),
-    "moesim.questions.compare": ("Comparison", "compare"),
-    "moesim.questions.gap": ("gap",),
-    "moesim.questions.hit_rates": ("hit_rates",),
-    "moesim.questions.quality": ("quality",),
-    "moesim.questions.search": ("search",),
-    "moesim.questions.sensitivity": ("sensitivity",),
-    "moesim.questions.answer": ("answer",),
-    "moesim.reporting.answers": ("Answer",),
-    "moesim.reporting.figures": ("Figure", "line_figure", "style"),
-    "moesim.runs.config": ("MeasuredConfig", "MemoryOptions", "RunConfig"),
-    "moesim.runs.config_file": ("load_config",),
-    "moesim.runs.replay": ("replay", "replay_cache"),
-    "moesim.runs.result": ("Run",),
-    "moesim.runs.sweeps.ranking": ("ranking",),
-    "moesim.runs.sweeps.rows": ("query", "results"),
-    "moesim.runs.sweeps.sweep": ("sweep",),
-    "moesim.runtime.models.local_model": ("load_model",),
-    "moesim.runtime.record.record": ("record",),
-    "moesim.traces.exporters": ("export_trace",),
-    "moesim.traces.format.reader": ("Trace", "open_trace"),
-    "moesim.traces.importers": ("import_trace",),
-    "moesim.traces.synthetic.generate": ("synth",),
-    "moesim.traces.synthetic.predict": ("predict",),
-    "moesim.traces.timeline.perfetto": ("write_perfetto",),
-    "moesim.traces.timeline.spans": ("Timeline",),
+# The imports above are for type checkers; each is made when its name is first used.
+_PLACES = {
+    alias.asname or alias.name: (f"{statement.module}", alias.name)
+    for statement in ast.walk(ast.parse(Path(__file__).read_bytes()))
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-# Here a name must say of what it is; in its module that is clear.
-_NAME_THERE = {"list_policies": "describe"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used."""
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'moesim' has no attribute {name!r}")
     check_links(Path(__file__).parent)
     # Not kept here: importing twice costs nothing, and tests replace functions there.
-    module = importlib.import_module(_MODULE_OF[name])
-    return with_checked_arguments(getattr(module, _NAME_THERE.get(name, name)))
+    module, name_there = _PLACES[name]
+    function_or_class = getattr(importlib.import_module(module), name_there)
+    return with_checked_arguments(function_or_class)
 
 
 def __dir__() -> list[str]:

@@ -44,7 +44,6 @@ GROUPS = {
         "trace": ("trace:app", "Look into traces, or make them of foreign files."),
         "record": ("record:record", "Run a model and write its routing trace."),
         "model": ("advise:model", "Print what a model file holds, by layer."),
-        "store": ("store:app", "Build expert stores."),
         "train-cache": (
             "train:train_cache",
             "Train a learned cache policy on a trace.",

@@ -17,14 +17,14 @@ from moesim.policies.parameters import split_policies
 from moesim.policies.sizes import PER_LAYER
 from moesim.questions.ranked import axis_value, ranked_answer
 from moesim.runs.bound import bound_of
-from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.config import CHOICES, RunConfig, takes_options
 from moesim.runs.memory import BY_CURVE
-from moesim.runs.replay import replay, share_of
+from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, opened
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import planned
-from moesim.runs.sweeps.ranking import CHOICES, candidate, competing_axes, ranking
-from moesim.runs.sweeps.rows import RunObserver, as_frame, as_table, row_of
+from moesim.runs.sweeps.ranking import candidate, competing_axes, ranking
+from moesim.runs.sweeps.rows import as_frame, as_table, observed
 from moesim.runs.sweeps.sweep import configs_of
 
 if TYPE_CHECKING:
@@ -189,21 +189,8 @@ def _carry_out(
     task: _Task, progress: Callable[[float], None]
 ) -> tuple[dict[str, Any], Run]:
     """Replay one task; its row, and the run."""
-    config, trace = opened(task.config())
-    observer = RunObserver(trace.shape, task.point.profile.lanes)
-    run = replay(
-        config,
-        out=task.out,
-        keep=task.keep,
-        watch=observer.add,
-        progress=share_of(config, progress),
-    )
-    if task.keep or task.out is not None:
-        for chunk in run.timeline.access_chunks():
-            observer.add("accesses", chunk)
-        for chunk in run.timeline.step_chunks():
-            observer.add("steps", chunk)
-    return row_of(task.point, run, observer), run
+    config, _ = opened(task.config())
+    return observed(task.point, config, progress, out=task.out, keep=task.keep)
 
 
 def _folder(out: str | Path | None, plan: Plan, point: Point) -> Path | None:

@@ -390,6 +390,14 @@ def of_run(name: str, default: Any = _OF_RUN) -> Any:
     return field(default=default, metadata=declared.metadata)
 
 
+CHOICES = tuple(
+    declared.name
+    for declared in fields(RunConfig)
+    if declared.metadata["option"].policy_kind is not None
+)
+"""Fields that name a policy, and so compete; all others say where."""
+
+
 def in_order(names: Collection[str]) -> list[str]:
     """Names of fields in the order in which help shows them: sizes of memories stand
     behind what decides and the machine.

@@ -333,7 +333,7 @@ class ExpertStore(Closing):
         """Say what a directory without an index holds."""
         if (self.directory / BUILD_LOG_NAME).is_file():
             return "an unfinished build; run it again to continue"
-        return "none; `moesim store build` makes one"
+        return "none; `moesim run --store` makes one"
 
     def _progress(self, records: int, done_bytes: int) -> BuildProgress:
         return BuildProgress(

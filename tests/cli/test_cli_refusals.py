@@ -181,7 +181,6 @@ record --prompts @p.txt --device nope                 | --device; nope
 quality --dtype nope                                      | --dtype; nope
 quality --residual @none                                  | none
 calibrate --shape olmoe-1b-7b/4                          | two sizes
-store build tiny --out s --dtype nope                     | --dtype; nope
 train-cache @t.parquet --out o --seed -1                  | --seed
 profile hw.txt                                      | .toml
 profile @folder                                     | folder
@@ -189,7 +188,6 @@ calibrate @folder                                   | folder
 validate @t.parquet --cache-ratio x                      | expected a number
 run                                                       | TRACE; --model
 run --model tiny                                          | --prompt
-store build tiny                                          | --out
 quality --cache-ratio 2                                  | a number between 0 and 1
 train-cache @t.parquet                                    | --out
 """
@@ -210,7 +208,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(command, material, line, w
     assert {path: path.stat().st_mtime_ns for path in material.rglob("*")} == before
 
 
-@pytest.mark.parametrize("group", [(), ("trace",), ("store",)])
+@pytest.mark.parametrize("group", [(), ("trace",)])
 def test_a_group_without_a_command_answers_with_its_help(command, group):
     code, out, err = command(*group)
     assert (code, out) == (2, "")

@@ -1,4 +1,4 @@
-"""`moesim run` and `moesim store`: what they say of their start, what they refuse, and
+"""`moesim run`: what it says of its start, what it refuses, and
 what a model may not do.
 """
 
@@ -112,14 +112,10 @@ def test_a_model_may_say_anything_and_the_screen_stays_whole(
 
 
 def test_a_store_that_is_there_is_read_and_judged(command, tmp_path):
-    built = command("store", "build", "tiny", "--out", tmp_path / "s")
-    again = command("store", "build", "tiny", "--out", tmp_path / "s")
-    assert built[0] == again[0] == 0
-    assert built[1].endswith(f"wrote {tmp_path / 's'}\n")
-    assert again[1].endswith("s was there; every checksum is right\n")
-    other = command(
-        "store", "build", "tiny", "--out", tmp_path / "s", "--dtype", "bfloat16"
-    )
+    (tmp_path / "p.txt").write_text("x")
+    run = ("run", "--model", "tiny", "--prompts", tmp_path / "p.txt", "--new-tokens", 1)
+    assert command(*run, "--store", tmp_path / "s")[0] == 0
+    other = command(*run, "--store", tmp_path / "s", "--dtype", "bfloat16")
     assert (
         "expected no store or that of tiny, found it in float32 instead of bfloat16;"
         " choose" in other[2]
@@ -128,15 +124,12 @@ def test_a_store_that_is_there_is_read_and_judged(command, tmp_path):
     with (tmp_path / "copy" / "experts.bin").open("r+b") as data:
         data.seek(100_000)
         data.write(b"other")
-    (tmp_path / "p.txt").write_text("x")
-    run = ("run", "--model", "tiny", "--prompts", tmp_path / "p.txt", "--store")
-    for words in (("store", "build", "tiny", "--out"), run):
-        code, out, err = command(*words, tmp_path / "copy")
-        assert (code, out, err.count("error: ")) == (2, "", 1)
-        assert (
-            "checksum does not match: the file was altered; remove the folder and build"
-            " the store again" in err
-        )
+    code, out, err = command(*run, "--store", tmp_path / "copy")
+    assert (code, out, err.count("error: ")) == (2, "", 1)
+    assert (
+        "checksum does not match: the file was altered; remove the folder and build"
+        " the store again" in err
+    )
 
 
 def test_a_profile_of_another_machine_is_refused(command, trace, monkeypatch):

@@ -28,7 +28,7 @@ PAGES = [page for page in ALL if page.parent != DOCS / "measurements"]
 
 MARKED = Counter(
     {
-        "needs a model": 4,
+        "needs a model": 3,
         "takes minutes": 8,
         "needs a network": 4,
         "needs an interruption": 1,

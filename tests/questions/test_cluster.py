@@ -21,7 +21,7 @@ from support.small_trace import write_small_trace
 import moesim
 from moesim.base.files import sha256
 from moesim.base.options import ConfigError
-from moesim.runs.sweeps import cluster as sweep_cluster
+from moesim.runs.sweeps import execution
 
 Client = pytest.importorskip(
     "distributed", reason="Dask is not installed: moesim[cluster]"
@@ -114,13 +114,13 @@ def test_a_worker_without_the_trace_gets_a_copy(trace, cluster, monkeypatch):
     """On another machine its path leads nowhere."""
     digest = sha256(trace)
     elsewhere = "/nowhere/small.parquet"
-    assert not sweep_cluster.has_file(elsewhere, digest)
+    assert not execution.has_file(elsewhere, digest)
     with Client(cluster) as client:
-        monkeypatch.setattr(sweep_cluster, "has_file", lambda *_: False)
-        sweep_cluster._send_missing(client, {digest: trace})
+        monkeypatch.setattr(execution, "has_file", lambda *_: False)
+        execution._send_missing(client, {digest: trace})
         found = [
             client.submit(
-                lambda *place: sweep_cluster.open_shared(*place).digest(),
+                lambda *place: execution.open_shared(*place).digest(),
                 elsewhere,
                 digest,
                 workers=[worker],
@@ -137,7 +137,7 @@ def test_what_is_no_cluster_is_said(trace, address):
 
 
 def test_nobody_answers(trace, monkeypatch):
-    monkeypatch.setattr("moesim.runs.sweeps.cluster.WAIT_FOR_SCHEDULER_S", 1)
+    monkeypatch.setattr("moesim.runs.sweeps.execution.WAIT_FOR_SCHEDULER_S", 1)
     with pytest.raises(ConfigError, match="no Dask scheduler answers"):
         moesim.sweep(trace, cluster="tcp://127.0.0.1:1")
 

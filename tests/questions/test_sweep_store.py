@@ -14,7 +14,7 @@ from support.small_trace import write_small_trace
 import moesim
 from moesim.policies import registry
 from moesim.runs.sweeps import rows
-from moesim.runs.sweeps.plan import planned, policies_of
+from moesim.runs.sweeps.plan import contents_of, planned
 from moesim.runs.sweeps.sweep import configs_of, run_sweep
 
 
@@ -93,7 +93,7 @@ def test_a_helper_that_was_edited_since_its_import_is_found_by_nobody(trace, fol
 def test_workers_refuse_other_code_than_the_sweep_was_planned_with(trace, folder):
     code = SWEEPS + EDIT + "stored(2, lambda: edit('mine.py'))"
     ended = run_python("-c", code, trace, folder)
-    assert "found other code in a worker; reload" in ended.stderr
+    assert "found something else in a worker; start again" in ended.stderr
 
 
 READS = """
@@ -116,7 +116,7 @@ def test_what_files_do_not_tell_is_never_taken_from_a_store(trace, tmp_path, cac
     options = {"policy": "on-demand", "cache": name, "steps": 1}
     for _ in range(2):
         plan = planned(configs_of(trace, options))
-        assert policies_of(plan.points[0].config).popitem()[1] is None
+        assert contents_of(plan.points[0].config).popitem()[1] is None
         assert run_sweep(plan, results=tmp_path / "store", jobs=1).stored == 0
 
 

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.files import sha256
-from moesim.base.options import ConfigError, as_list, is_list, option_of
+from moesim.base.options import ConfigError, as_list, is_list
 from moesim.policies.base import PolicyError
+from moesim.policies.parameters import split_policies
 from moesim.policies.registry import KINDS, find, name_in, registered
-from moesim.runs.config import MemoryOptions, RunConfig, in_order
+from moesim.policies.systems import SYSTEMS
+from moesim.runs.config import CHOICES, MemoryOptions, RunConfig, in_order
 from moesim.runs.config_file import load_config, read_config, read_content
 from moesim.runs.setup import artefact_files, check_digests, profile_of, trace_of
 from moesim.traces.format.reader import Trace, open_trace
@@ -53,20 +55,11 @@ def combined(base: RunConfig, values: Mapping[str, Sequence[Any]]) -> list[RunCo
     Raises:
         TypeError, ConfigError: an unknown field, or a value that does not fit.
     """
-    policies = _policy_fields()
     # A stable sort keeps the order in which other axes were given.
-    ordered = sorted(values, key=lambda name: name in policies)
+    ordered = sorted(values, key=lambda name: name in CHOICES)
     return [
         RunConfig.of(base, **dict(zip(ordered, combination, strict=True)))
         for combination in product(*(values[name] for name in ordered))
-    ]
-
-
-def _policy_fields() -> list[str]:
-    return [
-        declared.name
-        for declared in fields(RunConfig)
-        if option_of(declared).policy_kind is not None
     ]
 
 
@@ -81,8 +74,13 @@ def split_options(
     single: dict[str, Any] = {}
     axes: dict[str, Sequence[Any]] = {}
     for name, value in options.items():
+        # Arrays and ranges are lists as well; texts and paths are not.
+        is_one = not is_list(value) or isinstance(value, Path | Trace | MemoryOptions)
+        values = [value] if is_one else list(value)
+        if name == "policy":
+            values = _policies(values)
         # Twice the same value would make two equal rows.
-        values = _distinct(value) if _is_list(value) else [value]
+        values = _distinct(values)
         if not values:
             raise PolicyError(f"{name}: expected at least one value, got none")
         if len(values) == 1:
@@ -92,9 +90,13 @@ def split_options(
     return single, axes
 
 
-def _is_list(value: Any) -> bool:
-    # Arrays and ranges are lists as well; texts and paths are not.
-    return is_list(value) and not isinstance(value, Path | Trace | MemoryOptions)
+def _policies(names: Sequence[Any]) -> list[Any]:
+    """Policies that commas separate; the word ``systems`` is every published one."""
+    listed: list[Any] = []
+    for name in names:
+        for each in split_policies(name) if isinstance(name, str) else [name]:
+            listed += SYSTEMS if each == "systems" else [each]
+    return listed
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
@@ -146,12 +148,9 @@ class Point:
         trace_digest: SHA-256 of the trace.
         profile: the machine.
         digest: names the run, see `run_digest`.
-        files: digests of what its other files hold.
-        policies: digests of the code of policies that are no part of moesim, by name;
-            None for code that cannot be digested.
+        contents: what its other files and policies hold, see `contents_of`.
+        files_digest: of these contents.
         planner: `THIS_PROCESS` of where it was planned.
-        files_digest: of both.
-        code: digest of the code.
     """
 
     config: RunConfig
@@ -160,11 +159,9 @@ class Point:
     trace_digest: str
     profile: HardwareProfile
     digest: str
-    files: Mapping[str, str | None]
-    policies: Mapping[str, str | None]
-    planner: str
+    contents: Mapping[str, str | None]
     files_digest: str
-    code: str
+    planner: str = THIS_PROCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,74 +186,52 @@ def planned(configs: Sequence[RunConfig]) -> Plan:
         TraceError, ProfileError, PolicyError, ConfigError: an unknown policy, machine
             or trace.
     """
-    inputs = _Inputs()
+    traces: dict[Any, Trace] = {}
+    systems: set[tuple[str | None, ...]] = set()
     points: dict[str, Point] = {}
     rows = 0
     for config in configs:
-        point = inputs.point(config)
+        parts = tuple(getattr(config, name) for name in CHOICES)
+        if parts not in systems:
+            config.system.build(gpus=1, host_cache=config.host_cache)
+            systems.add(parts)
+        key = _key(config.trace)
+        if key not in traces:
+            traces[key] = trace_of(config)
+        point = _point(config, traces[key])
         if point.digest not in points:
             points[point.digest] = point
-            rows += inputs.trace(config).rows
+            rows += traces[key].rows
     return Plan(list(points.values()), _axes(configs), rows)
 
 
-class _Inputs:
-    """Traces and machines of a sweep, each opened once."""
-
-    def __init__(self) -> None:
-        self._traces: dict[Any, Trace] = {}
-        self._profiles: dict[Any, HardwareProfile] = {}
-        self._systems: set[tuple[str | None, ...]] = set()
-
-    def trace(self, config: RunConfig) -> Trace:
-        key = _key(config.trace)
-        if key not in self._traces:
-            self._traces[key] = trace_of(config)
-        return self._traces[key]
-
-    def profile(self, config: RunConfig) -> HardwareProfile:
-        key = _key(config.hw)
-        if key not in self._profiles:
-            self._profiles[key] = profile_of(config.hw)
-        return self._profiles[key]
-
-    def point(self, config: RunConfig) -> Point:
-        """A run by its digest; a policy that does not exist is refused."""
-        parts = tuple(getattr(config, name) for name in _policy_fields())
-        if parts not in self._systems:
-            config.system.build(gpus=1, host_cache=config.host_cache)
-            self._systems.add(parts)
-
-        trace = self.trace(config)
-        profile = self.profile(config)
-        check_digests(config, trace, profile)
-        trace_digest = file_digest(trace.path)
-        # Workers may be in other folders, and do not share opened files.
-        warm = config.warm
-        files = {
-            # The name of a trace that ships is no path.
-            "warm": None if warm is None else _opened(warm).path.absolute(),
-            "artefacts": _absolute(config.artefacts),
-            "arrivals": _absolute_arrivals(config.arrivals),
-        }
-        contents = files_of(config)
-        policies = policies_of(config)
-        # What cannot be digested is never found among results.
-        named = {name: code or uuid.uuid4().hex for name, code in policies.items()}
-        together = _digest_of_json(contents | {"policies": named})
-        return Point(
-            config=config.replaced(trace=None, hw=None, **files),
-            trace=str(trace.path.absolute()),
-            trace_name=trace.name,
-            trace_digest=trace_digest,
-            profile=profile,
-            digest=run_digest(config, trace_digest, profile, together),
-            files=contents,
-            policies=policies,
-            planner=THIS_PROCESS,
-            files_digest=together,
-            code=code_digest(),
-        )
+def _point(config: RunConfig, trace: Trace) -> Point:
+    """A run by its digest."""
+    profile = profile_of(config.hw)
+    check_digests(config, trace, profile)
+    trace_digest = file_digest(trace.path)
+    # Workers may be in other folders, and do not share opened files.
+    warm = config.warm
+    files = {
+        # The name of a trace that ships is no path.
+        "warm": None if warm is None else _opened(warm).path.absolute(),
+        "artefacts": _absolute(config.artefacts),
+        "arrivals": _absolute_arrivals(config.arrivals),
+    }
+    contents = contents_of(config)
+    # What cannot be digested is never found among results.
+    is_hidden = None in {contents[name] for name in contents.keys() - files.keys()}
+    together = _digest_of_json([contents, uuid.uuid4().hex if is_hidden else ""])
+    return Point(
+        config=config.replaced(trace=None, hw=None, **files),
+        trace=str(trace.path.absolute()),
+        trace_name=trace.name,
+        trace_digest=trace_digest,
+        profile=profile,
+        digest=run_digest(config, trace_digest, profile, together),
+        contents=contents,
+        files_digest=together,
+    )
 
 
 def _key(value: Any) -> Any:
@@ -322,7 +297,7 @@ def run_digest(
     inputs = config.options()
     del inputs["trace_digest"], inputs["hw_digest"]
     for path in _foreign_policies(config):
-        for option in ("policy", "cache", "prefetch", "routing", "host_cache"):
+        for option in CHOICES:
             if inputs[option] is not None:
                 inputs[option] = inputs[option].replace(path, Path(path).name)
     # Files of either kind are in the digest of all of them.
@@ -338,26 +313,28 @@ def run_digest(
     return _digest_of_json(inputs)
 
 
-def files_of(config: RunConfig) -> dict[str, str | None]:
-    """SHA-256 of what the files of a run hold beside its trace and machine."""
+def contents_of(config: RunConfig, *, policies: bool = True) -> dict[str, str | None]:
+    """SHA-256 of what a run reads beside its trace and machine: of each file by its
+    option, None for none, and of the code of policies that are no part of moesim.
+
+    The latter is None for what no file tells: classes that were registered by hand, and
+    code that reads files or runs text by itself.
+
+    Args:
+        config: of the run.
+        policies: whether to digest those too.
+    """
     arrivals = Path(str(config.arrivals))
-    return {
+    contents = {
         "warm": None if config.warm is None else _opened(config.warm).digest(),
         "artefacts": _artefacts_digest(config.artefacts),
         "arrivals": file_digest(arrivals) if arrivals.is_file() else None,
     }
-
-
-def policies_of(config: RunConfig) -> dict[str, str | None]:
-    """Digests of the code of a run's policies that are no part of moesim; None for what
-    no file tells: classes that were registered by hand, and code that reads files or
-    runs text by itself.
-    """
     by_hand = registered().values()
-    return {
-        Path(name).name: None if cls in by_hand else _source_digest(cls)
-        for name, cls in _foreign_policies(config).items()
-    }
+    for name, cls in _foreign_policies(config).items() if policies else ():
+        digest = None if cls in by_hand else _source_digest(cls)
+        contents[f"policy {Path(name).name}"] = digest
+    return contents
 
 
 # Code that uses one of these may run or read what nobody can see beforehand.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moesim.policies.base import PolicyError
+from moesim.runs.config import CHOICES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,9 +49,6 @@ _SAMPLES = {
 
 REPETITIONS = ("seed", "noise_seed")
 """Axes whose values repeat a run."""
-
-CHOICES = ("policy", "cache", "prefetch", "routing", "host_cache")
-"""Axes whose values compete; all others say where."""
 
 
 def competing_axes(axes: Sequence[str]) -> list[str]:

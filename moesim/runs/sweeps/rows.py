@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,9 @@ from moesim.policies.faults import PolicyFault, policy_faults
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay, share_of
 from moesim.runs.result import busiest
-from moesim.runs.sweeps.cluster import open_shared
-from moesim.runs.sweeps.plan import THIS_PROCESS, Point, files_of, policies_of
+from moesim.runs.setup import trace_of
+from moesim.runs.sweeps.execution import open_shared
+from moesim.runs.sweeps.plan import THIS_PROCESS, Point, code_digest, contents_of
 from moesim.traces.format.parquet import open_parquet, read_table, write_table
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.metrics import (
@@ -146,74 +147,64 @@ def directions() -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A run that cannot be: its options contradict each other, the trace or the
-    machine, or a policy of somebody else failed.
-
-    Attributes:
-        reason: in one line.
-        frames: where that policy failed.
-    """
-
-    reason: str
-    frames: str = ""
-
-    def error(self) -> Exception:
-        """What is raised where no run is possible."""
-        if self.frames:
-            return PolicyFault(self.reason, self.frames)
-        return PolicyError(self.reason)
-
-
 def carry_out(
     point: Point, progress: Callable[[float], None]
-) -> dict[str, Any] | Refusal:
-    """Replay one point of a sweep, and return its row."""
+) -> dict[str, Any] | PolicyError | PolicyFault:
+    """Replay one point of a sweep, and return its row; else why it cannot be: its
+    options contradict each other, the trace or the machine, or a policy of somebody
+    else failed.
+    """
     trace = open_shared(point.trace, point.trace_digest)
-    for option, digest in files_of(point.config).items():
-        if digest != point.files[option]:
+    # What runs in the process that planned it is what was planned.
+    is_elsewhere = point.planner != THIS_PROCESS
+    for name, digest in contents_of(point.config, policies=is_elsewhere).items():
+        if point.contents[name] not in (None, digest):
             raise ConfigError(
-                f"{option} {getattr(point.config, option)}: expected what it held when"
-                " the sweep began, found something else; start again, and copy it to"
-                " other machines first"
+                f"{name}: expected what the sweep was planned with, found something"
+                " else in a worker; start again, after reloading what was edited since"
+                " it was imported, and copying files to other machines"
             )
-    if point.planner != THIS_PROCESS:
-        _check_policies(point)
-    observer = RunObserver(trace.shape, point.profile.lanes)
     config = point.config.replaced(trace=trace, hw=point.profile)
     # One impossible cell of many is a result, too.
     try:
         with policy_faults():
-            run = replay(
-                config,
-                keep=False,
-                watch=observer.add,
-                progress=share_of(config, progress),
-            )
+            return observed(point, config, progress)[0]
     except PolicyFault as fault:
-        return Refusal(str(fault), fault.frames)
+        return fault
     except ValueError as error:
-        return Refusal(str(error))
-    return row_of(point, run, observer)
+        return PolicyError(str(error))
 
 
-_checked: set[tuple[str, str | None]] = set()
-"""Policies of which this worker has the right code."""
+def observed(
+    point: Point,
+    config: RunConfig,
+    progress: Callable[[float], None],
+    *,
+    out: Path | None = None,
+    keep: bool = False,
+) -> tuple[dict[str, Any], Run]:
+    """Replay a configuration; the row of its run, and the run.
 
-
-def _check_policies(point: Point) -> None:
-    if _checked.issuperset(point.policies.items()):
-        return
-    for name, digest in policies_of(point.config).items():
-        planned = point.policies[name]
-        if planned is not None and digest != planned:
-            raise ConfigError(
-                f"policy {name}: expected the code that the sweep was planned with,"
-                " found other code in a worker; reload what was edited since it was"
-                " imported, or use --jobs 1"
-            )
-    _checked.update(point.policies.items())
+    Args:
+        point: that it belongs to.
+        config: with the trace opened.
+        progress: called with the share that is done.
+        out, keep: where its tables go, as `replay` takes them.
+    """
+    observer = RunObserver(trace_of(config).shape, point.profile.lanes)
+    run = replay(
+        config,
+        out=out,
+        keep=keep,
+        watch=observer.add,
+        progress=share_of(config, progress),
+    )
+    if keep or out is not None:
+        for chunk in run.timeline.access_chunks():
+            observer.add("accesses", chunk)
+        for chunk in run.timeline.step_chunks():
+            observer.add("steps", chunk)
+    return row_of(point, run, observer), run
 
 
 def row_of(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
@@ -246,7 +237,7 @@ def row_of(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
         "trace_digest": point.trace_digest,
         "hw_digest": point.profile.digest,
         "files_digest": point.files_digest,
-        "code": point.code,
+        "code": code_digest(),
         "lanes": json.dumps({name: metrics[name] for name in _BY_LANE}),
         "warnings": json.dumps(run.warnings),
         **observer.columns(),
@@ -421,12 +412,6 @@ class ResultStore:
         self._waiting = []
         self._written_s = time.monotonic()
 
-    def table(self, digests: Collection[str]) -> pa.Table:
-        """Read the rows with certain digests, each once; a damaged file is left out
-        with a warning.
-        """
-        return read_results(self.folder, digests)
-
 
 def read_results(
     folder: str | Path, digests: Collection[str] | None = None
@@ -506,8 +491,6 @@ def results(folder: str | Path, *, details: bool = False) -> pd.DataFrame:
     Raises:
         ResultsError: as `read_results`.
     """
-    from moesim.runs.sweeps.rows import as_frame  # noqa: PLC0415 - pandas
-
     return as_frame(read_results(folder), details=details)
 
 

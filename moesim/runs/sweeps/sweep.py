@@ -5,15 +5,12 @@ stopped sweep goes on from.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from moesim.policies.parameters import split_policies
-from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import (
@@ -23,13 +20,21 @@ from moesim.runs.sweeps.plan import (
     planned,
     split_options,
 )
-from moesim.runs.sweeps.rows import Refusal, ResultStore, as_frame, as_table, carry_out
+from moesim.runs.sweeps.rows import (
+    ResultStore,
+    as_frame,
+    as_table,
+    carry_out,
+    read_results,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import pandas as pd
 
+    from moesim.policies.base import PolicyError
+    from moesim.policies.faults import PolicyFault
     from moesim.runs.config import MemoryOptions
     from moesim.runs.sweeps.plan import Plan
     from moesim.traces.format.reader import Trace
@@ -110,8 +115,7 @@ def sweep(
         ChildProcessError: workers were killed time and again.
     """
     if policies is not None:
-        listed = split_policies(policies) if isinstance(policies, str) else policies
-        options["policy"] = listed
+        options["policy"] = policies
     if memory is not None:
         options["memory"] = memory
     configs = configs_of(trace, options)
@@ -128,7 +132,7 @@ def configs_of(
     options: Mapping[str, Any],
 ) -> list[RunConfig]:
     """Every configuration that the arguments of `sweep` describe."""
-    single, axes = split_options(_without_groups(options))
+    single, axes = split_options(options)
     return [
         config
         for base in bases_of(trace, options)
@@ -153,18 +157,6 @@ def bases_of(
     return bases
 
 
-def _without_groups(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The word ``systems`` among policies stands for every published system."""
-    policies = options.get("policy")
-    if policies is None:
-        return dict(options)
-    names = [policies] if isinstance(policies, str) else list(policies)
-    if "systems" not in names:
-        return dict(options)
-    place = names.index("systems")
-    return {**options, "policy": [*names[:place], *SYSTEMS, *names[place + 1 :]]}
-
-
 def run_sweep(
     plan: Plan,
     *,
@@ -185,15 +177,15 @@ def run_sweep(
     """
     kept = None if results is None else ResultStore(results)
     digests = [point.digest for point in plan.points]
-    stored = as_table([]) if kept is None else kept.table(set(digests))
+    stored = as_table([]) if kept is None else read_results(kept.folder, set(digests))
     there = set(stored.column("digest").to_pylist())
     todo = [point for point in plan.points if point.digest not in there]
     rows: list[dict[str, Any]] = []
-    refusals: Counter[Refusal] = Counter()
+    refusals: dict[str, list[Exception]] = {}
 
-    def collect(_index: int, row: dict[str, Any] | Refusal) -> None:
-        if isinstance(row, Refusal):
-            refusals[row] += 1
+    def collect(_index: int, row: dict[str, Any] | PolicyError | PolicyFault) -> None:
+        if not isinstance(row, dict):
+            refusals.setdefault(str(row), []).append(row)
             return
         rows.append(row)
         if kept is not None:
@@ -217,8 +209,8 @@ def run_sweep(
 
     table = _in_order(digests, as_table(rows), stored)
     if not table.num_rows and refusals:
-        raise next(iter(refusals)).error()
-    reasons = {refusal.reason: count for refusal, count in refusals.items()}
+        raise next(iter(refusals.values()))[0]
+    reasons = {reason: len(errors) for reason, errors in refusals.items()}
     return SweepResult(table, plan.axes, reasons, len(plan.points) - len(todo))
 
 
