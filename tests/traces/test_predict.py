@@ -24,8 +24,7 @@ from moesim.traces.synthetic.gate_scores import (
 )
 from moesim.traces.synthetic.generate import stated, synthesise
 from moesim.traces.synthetic.marks import PREDICTIONS, synthetic_caveats
-from moesim.traces.synthetic.predict import predict
-from moesim.traces.synthetic.prediction_noise import Dependence, SequenceNoise, Walk
+from moesim.traces.synthetic.predict import Dependence, SequenceNoise, Walk, predict
 
 RECALL = (0.8, 0.7, 0.62)
 COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")

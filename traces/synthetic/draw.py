@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.stats.routing_curves import Likeness
 
@@ -139,17 +141,15 @@ def draw(
     Returns:
         Experts by descending weight: uint16 [B, T, L, K].
     """
-    shape = model.shape
-    layers = shape.layers
-    experts = shape.experts
-    top_k = shape.top_k
+    layers, experts = model.popularity.shape
+    top_k = model.shape.top_k
 
     if topics is None:
         topics = rng.integers(len(model.topics), size=sequences)
     base = model.popularity + model.topics[topics]
     kinds = model.kinds
     kind = None if kinds is None else _draw_kinds(kinds, topics, tokens, rng)
-    drift = _Drift(model, base, rng) if model.drift else None
+    drift = _drift(model, base.shape, rng)
 
     age = np.full((sequences, layers, experts), UNUSED, np.int16)
     drawn = np.empty((sequences, tokens, layers, top_k), np.uint16)
@@ -157,8 +157,8 @@ def draw(
     for token in range(tokens):
         # The order of these sums decides the last bit of each weight.
         logits = base + model.reuse[layer, AGE_CLASS[age]]
-        if drift is not None:
-            logits += drift.step()
+        if model.drift:
+            logits += next(drift)
         chance = rng
         offset = None
         if kinds is not None and kind is not None:
@@ -170,8 +170,9 @@ def draw(
 
         odds = inclusion(logits.reshape(-1, experts), top_k)
         chosen = choose(odds, top_k, chance, offset).reshape(sequences, layers, top_k)
-        chosen = _by_weight(chosen, logits)
-        drawn[:, token] = chosen
+        weights = np.take_along_axis(logits, chosen, axis=2)
+        by_weight = np.argsort(-weights, axis=2, kind="stable")
+        drawn[:, token] = np.take_along_axis(chosen, by_weight, axis=2)
 
         age += age < OLDEST
         np.put_along_axis(age, chosen, 1, axis=2)
@@ -192,31 +193,20 @@ def _permute(drawn: np.ndarray, model: SynthModel, rng: np.random.Generator) -> 
             routing[:, layer] = parts[routing[:, layer]]
 
 
-class _Drift:
-    """Popularity's wandering: an Ornstein-Uhlenbeck walk of every weight."""
-
-    def __init__(
-        self, model: SynthModel, base: np.ndarray, rng: np.random.Generator
-    ) -> None:
-        keep = math.exp(-1 / model.drift_tokens)
-        self._keep = np.float32(keep)
-        # So large that the walk's variance stays at that of `drift`.
-        self._push = np.float32(model.drift * math.sqrt(1 - keep * keep))
-        self._offset = np.zeros_like(base)
-        self._rng = rng
-
-    def step(self) -> np.ndarray:
-        """Move the weights on by a token, and return them."""
-        noise = self._rng.standard_normal(self._offset.shape, np.float32)
-        self._offset = self._keep * self._offset + self._push * noise
-        return self._offset
-
-
-def _by_weight(chosen: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Experts [B, L', K] by descending weight."""
-    weights = np.take_along_axis(logits, chosen, axis=2)
-    order = np.argsort(-weights, axis=2, kind="stable")
-    return np.take_along_axis(chosen, order, axis=2)
+def _drift(
+    model: SynthModel, shape: tuple[int, ...], rng: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """Popularity's wandering, token by token: an Ornstein-Uhlenbeck walk of every
+    weight.
+    """
+    keep = math.exp(-1 / model.drift_tokens)
+    # So large that the walk's variance stays at that of `drift`.
+    push = np.float32(model.drift * math.sqrt(1 - keep * keep))
+    offset = np.zeros(shape, np.float32)
+    while True:
+        noise = rng.standard_normal(shape, np.float32)
+        offset = np.float32(keep) * offset + push * noise
+        yield offset
 
 
 def _draw_kinds(

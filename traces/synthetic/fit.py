@@ -99,6 +99,7 @@ def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
         popularity=np.log(share).astype(np.float32),
         reuse=np.zeros((shape.layers, CLASSES), np.float32),
         topics=topics.astype(np.float32),
+        kinds=_cluster_kinds(sequences, shape, share),
         lengths=tuple(lengths),
         provenance={
             **_origin(trace),
@@ -108,9 +109,7 @@ def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
         },
     )
 
-    kinds = _cluster_kinds(sequences, shape, share)
-    model = _scaled(model, sequences)
-    model = _freed(model, kinds, sequences)
+    model = _freed(_scaled(model, sequences), sequences)
     model = _with_topics(model, min(_TOPICS, len(sequences)))
     if len(sequences) < ENOUGH_SEQUENCES:
         model = replace(model, permuted=_OWN_PART / len(sequences))
@@ -231,12 +230,7 @@ def _popularity(
     """Shares of all choices by expert, float64 [L, E], and the log-weights that single
     sequences add, [Q, L, E].
     """
-    width = shape.layers * shape.experts
-    counts = np.stack(
-        [np.bincount(_flat(routing, shape), minlength=width) for routing in sequences]
-    )
-    counts = counts.reshape(len(sequences), shape.layers, shape.experts)
-
+    counts = np.stack([_uses(routing, shape) for routing in sequences])
     total = counts.sum(axis=0) + _PRIOR
     share = total / total.sum(axis=1, keepdims=True)
     if len(sequences) == 1:
@@ -248,35 +242,11 @@ def _popularity(
     return share, np.log(of_sequence / share)
 
 
-def _flat(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
-    first = np.arange(shape.layers) * shape.experts
-    return (routing + first[:, None]).reshape(-1)
-
-
-def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
-    """Return the plug-in mutual information of adjacent layers, from the routing [T, L,
-    K] of sequences: float64 [L - 1].
-    """
-    joint = joint_counts(np.concatenate(routing), shape.experts)
-    return np.array([mutual_information_bits(table) for table in joint])
-
-
-def _counts(
-    routing: list[np.ndarray], shape: ModelShape
-) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of all choices by expert [L, E] and by class of age [L, A]."""
-    by_expert = np.zeros((shape.layers, shape.experts))
-    by_age = np.zeros((shape.layers, CLASSES))
-
-    for layer in range(shape.layers):
-        for sequence in routing:
-            classes, chosen = _past(sequence[:, layer], shape.experts)
-            by_expert[layer] += chosen.sum(axis=0)
-            by_age[layer] += np.bincount(classes[chosen], minlength=CLASSES)
-
-    by_expert /= by_expert.sum(axis=1, keepdims=True)
-    by_age /= by_age.sum(axis=1, keepdims=True)
-    return by_expert, by_age
+def _uses(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """How often a sequence [T, L, K] chose each expert, int64 [L, E]."""
+    size = (shape.layers, shape.experts)
+    choices = routing + np.arange(shape.layers)[:, None] * shape.experts
+    return np.bincount(choices.reshape(-1), minlength=math.prod(size)).reshape(size)
 
 
 def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -396,9 +366,7 @@ class _Habits(NamedTuple):
     repeated: np.ndarray
 
 
-def _freed(
-    model: SynthModel, kinds: TokenKinds, sequences: list[np.ndarray]
-) -> SynthModel:
+def _freed(model: SynthModel, sequences: list[np.ndarray]) -> SynthModel:
     """Correct what changes when the past is the model's own: draw, compare with the
     real tokens, move, again.
 
@@ -418,61 +386,55 @@ def _freed(
     copies = max(1, round(_FREE_DRAWN / sum(lengths)))
     topics = np.tile(chosen, copies)
 
-    best = replace(model, kinds=kinds)
+    best = model
     least = np.inf
     for round_ in range(_FREE_ROUNDS + 1):
-        drawn = draw(
-            replace(model, kinds=kinds),
-            tokens,
-            len(topics),
-            np.random.default_rng(round_),
-            topics,
-        )
+        rng = np.random.default_rng(round_)
+        drawn = draw(model, tokens, len(topics), rng, topics)
         made = [drawn[n, : lengths[n % len(lengths)]] for n in range(len(topics))]
         current = _measured(made, len(lengths), shape)
 
         error = _distance(current, target)
         if error < least:
-            best = replace(model, kinds=kinds)
+            best = model
             least = error
 
         # Smaller and smaller steps: what is drawn is uncertain.
-        pull = 0.7 / (1 + 0.25 * round_)
-        model = _moved(model, current, target, pull)
-        kinds = _moved_kinds(kinds, current, target, pull)
+        model = _moved(model, current, target, pull=0.7 / (1 + 0.25 * round_))
 
     return best
 
 
 def _measured(made: list[np.ndarray], group: int, shape: ModelShape) -> _Habits:
     """Measure the habits of drawn sequences; bits are means over groups of so many."""
-    groups = [made[start : start + group] for start in range(0, len(made), group)]
-    bits = np.mean([shared_bits(part, shape) for part in groups], axis=0)
-    share, age = _counts(made, shape)
-    return _Habits(share, age, bits, _repeated(made, shape))
+    bits = []
+    for start in range(0, len(made), group):
+        routing = np.concatenate(made[start : start + group])
+        joint = joint_counts(routing, shape.experts)
+        bits.append([mutual_information_bits(table) for table in joint])
+
+    uses = np.stack([_uses(routing, shape) for routing in made]).astype(np.float64)
+    ages = np.zeros((shape.layers, CLASSES))
+    for layer in range(shape.layers):
+        for routing in made:
+            classes, chosen = _past(routing[:, layer], shape.experts)
+            ages[layer] += np.bincount(classes[chosen], minlength=CLASSES)
+
+    # Simpson (1949): an estimate without bias, of sequences of several tokens.
+    choices = uses.sum(axis=2)
+    pairs = choices * (choices - shape.top_k)
+    several = pairs[:, 0] > 0
+    repeated = np.full(shape.layers, 1 / shape.experts)
+    if several.any():
+        squares = (uses[several] ** 2).sum(axis=2)
+        repeated = ((squares - choices[several]) / pairs[several]).mean(axis=0)
+    return _Habits(
+        _shares(uses.sum(axis=0)), _shares(ages), np.mean(bits, axis=0), repeated
+    )
 
 
-def _repeated(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
-    """Probability that a choice of one token is also one of another token of the same
-    sequence, divided by K: float64 [L], a mean over sequences of several tokens.
-
-    Source: Simpson (1949), an estimate without bias.
-    """
-    width = shape.layers * shape.experts
-    shares = []
-    for sequence in routing:
-        tokens = len(sequence)
-        if tokens < 2:
-            continue
-        counts = np.bincount(_flat(sequence, shape), minlength=width)
-        counts = counts.reshape(shape.layers, shape.experts).astype(np.float64)
-        choices = tokens * shape.top_k
-        pairs = choices * (choices - shape.top_k)
-        shares.append(((counts**2).sum(axis=1) - choices) / pairs)
-
-    if not shares:
-        return np.full(shape.layers, 1 / shape.experts)
-    return np.mean(shares, axis=0)
+def _shares(counts: np.ndarray) -> np.ndarray:
+    return np.asarray(counts / counts.sum(axis=1, keepdims=True))
 
 
 def _missing_bits(current: _Habits, target: _Habits) -> np.ndarray:
@@ -491,7 +453,7 @@ def _distance(current: _Habits, target: _Habits) -> float:
 def _moved(
     model: SynthModel, current: _Habits, target: _Habits, pull: float
 ) -> SynthModel:
-    """The model with popularity and reuse nearer to the target."""
+    """The model with all habits nearer to the target."""
     by_expert = np.log((target.share + _FLOOR) / (current.share + _FLOOR))
     by_age = np.log((target.age + _FLOOR) / (current.age + _FLOOR))
     popularity = model.popularity + 0.5 * pull * by_expert
@@ -502,25 +464,22 @@ def _moved(
     excess = np.maximum(target.repeated - even, _FLOOR)
     excess /= np.maximum(current.repeated - even, _FLOOR)
     topics = model.topics * (excess ** (1.5 * pull))[:, None]
+
+    # A layer shares bits with the one below and with the one above; a single one with
+    # none.
+    kinds = model.kinds
+    assert kinds is not None
+    missing = _missing_bits(current, target)
+    if len(missing):
+        below = np.concatenate((missing[:1], missing))
+        above = np.concatenate((missing, missing[-1:]))
+        character = kinds.character + pull * (below + above)
+        character = np.clip(character, 0, _MOST_CHARACTER).astype(np.float32)
+        kinds = replace(kinds, character=character)
     return replace(
         model,
         popularity=popularity.astype(np.float32),
         reuse=reuse.astype(np.float32),
         topics=topics.astype(np.float32),
+        kinds=kinds,
     )
-
-
-def _moved_kinds(
-    kinds: TokenKinds, current: _Habits, target: _Habits, pull: float
-) -> TokenKinds:
-    """Kinds whose character is nearer to the target."""
-    missing = _missing_bits(current, target)
-    if not len(missing):  # a single layer shares nothing
-        return kinds
-
-    # A layer shares bits with the one below and with the one above.
-    below = np.concatenate((missing[:1], missing))
-    above = np.concatenate((missing, missing[-1:]))
-    character = kinds.character + pull * (below + above)
-    character = np.clip(character, 0, _MOST_CHARACTER).astype(np.float32)
-    return replace(kinds, character=character)

@@ -51,6 +51,8 @@ _LIMITS = {
     "drift_tokens": (1, math.inf),
     "prompt_tokens": (0, 1 << 24),
     "new_tokens": (0, 1 << 24),
+    "tokens": (1, 10**12),
+    "seed": (0, math.inf),
 }
 
 # Kinds of tokens of stated statistics, and how often the first is met before the
@@ -113,12 +115,7 @@ def stated(
         "drift": drift,
         "drift_tokens": drift_tokens,
     }
-    _check_limits(habits | {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    if prompt_tokens + new_tokens < 1:
-        raise TraceError(
-            "synthetic trace: expected at least one token per sequence, got"
-            " prompt_tokens 0 and new_tokens 0"
-        )
+    _check_limits(habits)
 
     # Which expert is popular is chance; how much more is Zipf's law.
     rng = np.random.default_rng(seed)
@@ -131,11 +128,10 @@ def stated(
         kinds=_stated_kinds(shape, dependence, rng) if dependence else None,
         drift=drift,
         drift_tokens=drift_tokens,
-        lengths=((prompt_tokens, new_tokens),),
-        provenance=dict(habits),
     )
+    model = of_lengths(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     model = _with_reuse(model, reuse, memory)
-    return replace(model, permuted=topic)
+    return replace(model, permuted=topic, provenance=habits)
 
 
 def _log_ranks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -170,16 +166,11 @@ def of_lengths(
         TraceError: a number out of range, or sequences without tokens.
     """
     stated = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    changes: dict[str, float] = {
-        name: value for name, value in stated.items() if value is not None
-    }
+    changes = {name: value for name, value in stated.items() if value is not None}
     _check_limits(changes)
     lengths = tuple(
-        (
-            old_prompt if prompt_tokens is None else prompt_tokens,
-            old_generated if new_tokens is None else new_tokens,
-        )
-        for old_prompt, old_generated in model.lengths
+        (changes.get("prompt_tokens", prompt), changes.get("new_tokens", generated))
+        for prompt, generated in model.lengths
     )
     if min(map(sum, lengths)) < 1:
         raise TraceError(
@@ -223,11 +214,7 @@ def synthesise(
     Raises:
         TraceError: fewer than one token.
     """
-    for name, number, least in (("tokens", tokens, 1), ("seed", seed, 0)):
-        if number < least:
-            raise TraceError(
-                f"synthetic trace: {name}: expected >= {least}, got {number}"
-            )
+    _check_limits({"tokens": tokens, "seed": seed})
     provenance = {
         "tool": "moesim trace synth",
         "synthetic": True,
@@ -316,26 +303,16 @@ def _overlap(model: SynthModel) -> float:
     """Mean share of a token's experts that the token before used, over a short draw of
     some layers.
     """
-    layers = min(model.shape.layers, 4)
-    shape = replace(
-        model.shape,
-        layers=layers,
-        expert_bytes=model.shape.expert_bytes[:layers],
-        bytes_by_expert=model.shape.bytes_by_expert[:layers],
-        # Of all layers, these may be windowed: there are fewer now.
-        windowed_layers=0,
-    )
+    layers = slice(4)
     kinds = model.kinds
     if kinds is not None:
-        kinds = replace(
-            kinds, weights=kinds.weights[:, :layers], character=kinds.character[:layers]
-        )
+        weights = kinds.weights[:, layers]
+        kinds = replace(kinds, weights=weights, character=kinds.character[layers])
     part = replace(
         model,
-        shape=shape,
-        popularity=model.popularity[:layers],
-        reuse=model.reuse[:layers],
-        topics=model.topics[:, :layers],
+        popularity=model.popularity[layers],
+        reuse=model.reuse[layers],
+        topics=model.topics[:, layers],
         kinds=kinds,
     )
 
@@ -392,8 +369,7 @@ def synth(
         TraceError: both `like` and `shape` or neither, a statistic that `like`
             measures, or a number out of range.
     """
-    if not 1 <= tokens < math.inf:
-        raise TraceError(f"tokens: expected a number >= 1, got {tokens}")
+    _check_limits({"tokens": tokens})
     if (like is None) == (shape is None):
         raise TraceError("expected either --like TRACE or --shape MODEL")
     if like is None:

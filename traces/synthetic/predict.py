@@ -6,9 +6,21 @@ each expert's mean logit are multiplied by ``1 / sqrt(1 + r²)``, and noise of t
 variance by ``r / sqrt(1 + r²)`` is added. The ratio r of a depth is solved so that the
 share of the used experts among the K best predicted (*recall*) is the one asked for.
 A confident expert stands out from the noise and a marginal one does not, so the first
-of the K is predicted better than the last. How errors depend on each other says
-`moesim.traces.synthetic.prediction_noise`, and what stands in for missing scores
+of the K is predicted better than the last. What stands in for missing scores, says
 `moesim.traces.synthetic.gate_scores`.
+
+The noise of depth d at a token and layer is a vector over experts, of unit variance:
+
+- *between depths* it is correlated by ``depths ** |d - d'|``: what depth 1 gets wrong,
+  depth 2 is likelier to get wrong too;
+- *between tokens* of a sequence, for one layer and expert, by ``tokens`` per token:
+  wrong guesses are repeated;
+- *between layers* its size is: each token and layer has a difficulty, the factor
+  ``exp(spread * g)`` with g a standard normal, of whose variance all layers of a token
+  share the part ``layers``.
+
+The defaults were measured in the predictions that the shipped trace ``tiny`` has: 0.60
+to 0.62, 0.40, 0.4 and 0.26.
 
 Letters: N rows, T tokens, L layers, E experts, K per token.
 """
@@ -16,10 +28,12 @@ Letters: N rows, T tokens, L layers, E experts, K per token.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from scipy.signal import lfilter
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.arrays import to_float16, top_k
@@ -36,19 +50,15 @@ from moesim.traces.synthetic.gate_scores import (
     scores_of,
 )
 from moesim.traces.synthetic.marks import PREDICTIONS
-from moesim.traces.synthetic.prediction_noise import (
-    SCORE_STREAM,
-    Dependence,
-    SequenceNoise,
-    Walk,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from moesim.traces.format.reader import SequenceRows
     from moesim.traces.format.schema import TraceHeader
+
+    _Chunk = tuple[dict[str, Any], tuple[np.ndarray, np.ndarray], "_Tokens"]
+    """Rows by column, the token and the layer of each, and the tokens themselves."""
 
 _DEPTH_COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
 _RESIDUAL_COLUMN = "pred1_res"
@@ -58,9 +68,42 @@ _RESIDUAL_COLUMN = "pred1_res"
 # about 0.1 points.
 CHUNK_VALUES = 1 << 20
 SAMPLE_VALUES = 1 << 22
-_BISECTIONS = 20
+# Steps of fidelity that are told apart.
+_FIDELITIES = 1 << 20
+# Streams of random numbers; depth d has `_DEPTH_STREAM` + d.
+SCORE_STREAM = 0
+_DIFFICULTY_STREAM = 1
+_DEPTH_STREAM = 2
 # Recall asked for may miss what can be had by so much: rounding makes equal scores.
 TOLERANCE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """Correlations between errors of predictions; see the module.
+
+    Attributes:
+        depths: correlation of the noise of adjacent depths, 0..1.
+        tokens: correlation of the noise of adjacent tokens, 0 to less than 1.
+        layers: share of the difficulty's variance that a token's layers have in common,
+            0..1.
+        spread: standard deviation of the logarithm of the difficulty, 0..2.
+    """
+
+    depths: float = 0.6
+    tokens: float = 0.4
+    layers: float = 0.4
+    spread: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Refuse coefficients that no noise can have."""
+        limits = {"depths": 1.0, "tokens": 0.999, "layers": 1.0, "spread": 2.0}
+        for name, value in asdict(self).items():
+            if not 0 <= value <= limits[name]:
+                raise TraceError(
+                    f"predictions: dependence of {name}: expected 0..{limits[name]:g},"
+                    f" got {value}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +158,6 @@ class _Tokens(NamedTuple):
     noise: np.ndarray
 
 
-class _Chunk(NamedTuple):
-    """Some tokens of one sequence.
-
-    Attributes:
-        rows: of the whole sequence.
-        span: rows that belong to these tokens.
-        token: int64 [N], the token of each of those rows.
-        layer: int64 [N], its layer.
-        tokens: what was recorded or drawn of them.
-    """
-
-    rows: SequenceRows
-    span: slice
-    token: np.ndarray
-    layer: np.ndarray
-    tokens: _Tokens
-
-
 def predict(
     source: Trace | Path | str,
     target: Path | str,
@@ -175,8 +200,8 @@ def predict(
         raise TraceError(f"predict: seed: expected >= 0, got {seed}")
     trace = source if isinstance(source, Trace) else open_trace(source)
     predictors = _predictors(tuple(recall), residual)
-    columns = [predictor.column for predictor in predictors]
-    _check(trace, predictors, [*columns, *(["scores"] if scores else [])])
+    added = [predictor.column for predictor in predictors] + ["scores"] * scores
+    _check(trace, predictors, added)
     top_k = trace.shape.top_k
     if at is not None and not 1 <= at <= top_k:
         raise TraceError(f"at: expected 1..{top_k} experts of a token, got {at}")
@@ -184,8 +209,7 @@ def predict(
     work = _Work(trace, seed, dependence or Dependence(), predictors, at, progress)
     work.survey()
     predictors = work.solve()
-    header = _marked(trace.header, work, predictors, scores=scores)
-    written = work.write(target, header, predictors, scores=scores)
+    written = work.write(target, added)
     return PredictedTrace(written.path, written.rows, predictors, scores)
 
 
@@ -239,35 +263,6 @@ def _check(trace: Trace, predictors: tuple[Predictor, ...], columns: list[str]) 
             )
 
 
-# -- the header ------------------------------------------------------------------------
-
-
-def _marked(
-    header: TraceHeader, work: _Work, predictors: tuple[Predictor, ...], *, scores: bool
-) -> TraceHeader:
-    """The header, with what was drawn in it."""
-    # A trace may be added to twice: what was said before stays true.
-    earlier = header.provenance.get(PREDICTIONS)
-    drawn: dict[str, Any] = dict(earlier) if isinstance(earlier, dict) else {}
-    if scores:
-        drawn["scores"] = {
-            "token_memory": TOKEN_MEMORY,
-            "seed": work.seed,
-            "weights": not work.has_weights,
-        }
-    for predictor in predictors:
-        drawn[predictor.column] = {
-            "recall_asked": predictor.asked,
-            "recall_measured": round(predictor.measured, 6),
-            "recall_at": work.at,
-            "fidelity": round(predictor.fidelity, 6),
-            "dependence": asdict(work.dependence),
-            "seed": work.seed,
-            "scores": "recorded" if work.has_scores else "drawn",
-        }
-    return replace(header, provenance=header.provenance | {PREDICTIONS: drawn})
-
-
 # -- the work --------------------------------------------------------------------------
 
 
@@ -284,15 +279,19 @@ class _Work:
         progress: Callable[[float], None] | None,
     ) -> None:
         shape = trace.shape
-        self.trace = trace
-        self.seed = seed
-        self.dependence = dependence
-        self.at = at
+        self._trace = trace
+        self._seed = seed
+        self._dependence = dependence
+        self._at = at
         self._predictors = predictors
         self._depths = max((predictor.depth for predictor in predictors), default=0)
         # Drawn scores may have been asked for in an earlier call.
-        self.has_scores = "scores" in trace.columns
-        self.has_weights = "weights" in trace.columns
+        self._has_scores = "scores" in trace.columns
+        self._has_weights = "weights" in trace.columns
+        # The column that logits follow from.
+        self._needed = (
+            ["scores"] if self._has_scores else ["weights"] * self._has_weights
+        )
         self._sigmoid = is_sigmoid(shape)
         self._renormalised = shape.norm_topk or shape.scoring == "topk_then_softmax"
         self._popularity = np.zeros((shape.layers, shape.experts), np.float32)
@@ -304,19 +303,19 @@ class _Work:
 
         self._progress = progress
         self._rows_done = 0
-        passes = 1 + (not self.has_scores)
+        passes = 1 + (not self._has_scores)
         if predictors:
             passes += 1 + (self._stride > 1)
         self._rows_in_all = passes * trace.rows
 
     def survey(self) -> None:
         """Count who is popular, where no scores say so."""
-        if self.has_scores:
+        if self._has_scores:
             return
 
-        shape = self.trace.shape
+        shape = self._trace.shape
         counts = np.zeros(shape.layers * shape.experts, np.int64)
-        for rows in self.trace.sequences():
+        for rows in self._trace.sequences():
             choice = rows.layer.astype(np.int64)[:, None] * shape.experts + rows.experts
             counts += np.bincount(choice.reshape(-1), minlength=len(counts))
             self._advance(len(rows.pos))
@@ -329,102 +328,111 @@ class _Work:
             return ()
 
         sample = self._sampled()
-        solved = tuple(
+        solved = [
             replace(predictor, fidelity=self._fidelity(predictor, sample))
             for predictor in self._predictors
-        )
+        ]
         # The sample is measured as written; if it is the trace, nothing else is left.
         parts: Iterable[_Tokens] = (sample,)
         if self._stride > 1:
-            parts = (chunk.tokens for chunk in self._chunks(self._needed))
+            parts = (tokens for *_, tokens in self._chunks(self._needed))
         sums = np.zeros((len(solved), 2), np.int64)
         for part in parts:
-            for index, predictor in enumerate(solved):
-                sums[index] += self._hits(predictor, part, as_written=True)
-        return tuple(
+            sums += [self._hits(each, part, as_written=True) for each in solved]
+        self._predictors = tuple(
             replace(predictor, measured=float(hits / max(asked, 1)))
             for predictor, (hits, asked) in zip(solved, sums, strict=True)
         )
+        return self._predictors
 
-    def write(
-        self,
-        target: Path | str,
-        header: TraceHeader,
-        predictors: tuple[Predictor, ...],
-        *,
-        scores: bool,
-    ) -> TraceWriter:
+    def write(self, target: Path | str, added: list[str]) -> TraceWriter:
         """Write all rows, with what is drawn beside what was there."""
-        added = [predictor.column for predictor in predictors]
-        if scores:
-            added.append("scores")
-        weighs = scores and not self.has_weights
-        if weighs:
-            added.append("weights")
-        kept = sorted(self.trace.columns)
-
-        with TraceWriter(target, header, [*kept, *added]) as writer:
-            for chunk in self._chunks(kept):
-                rows = chunk.rows.arrays()
-                seq = rows.pop("seq")
-                rows = {name: values[chunk.span] for name, values in rows.items()}
-                place = chunk.token, chunk.layer
+        kept = sorted(self._trace.columns)
+        scores = "scores" in added
+        weighs = scores and not self._has_weights
+        columns = [*kept, *added, *["weights"] * weighs]
+        with TraceWriter(target, self._header(scores=scores), columns) as writer:
+            for rows, place, tokens in self._chunks(kept):
                 if scores:
-                    rows["scores"] = self._scored(chunk.tokens.logits)[place]
+                    rows["scores"] = self._scored(tokens.logits)[place]
                 if weighs:
                     rows["weights"] = self._weights(rows["scores"], rows["experts"])
-                for predictor in predictors:
-                    written = self._column(predictor, chunk.tokens)
-                    rows[predictor.column] = written[place]
-                writer.write(seq=seq, **rows)
+                for predictor in self._predictors:
+                    rows[predictor.column] = self._column(predictor, tokens)[place]
+                writer.write(**rows)
 
         return writer
+
+    def _header(self, *, scores: bool) -> TraceHeader:
+        """The header, with what was drawn in it."""
+        header = self._trace.header
+        # A trace may be added to twice: what was said before stays true.
+        earlier = header.provenance.get(PREDICTIONS)
+        drawn: dict[str, Any] = dict(earlier) if isinstance(earlier, dict) else {}
+        if scores:
+            drawn["scores"] = {
+                "token_memory": TOKEN_MEMORY,
+                "seed": self._seed,
+                "weights": not self._has_weights,
+            }
+        for predictor in self._predictors:
+            drawn[predictor.column] = {
+                "recall_asked": predictor.asked,
+                "recall_measured": round(predictor.measured, 6),
+                "recall_at": self._at,
+                "fidelity": round(predictor.fidelity, 6),
+                "dependence": asdict(self._dependence),
+                "seed": self._seed,
+                "scores": "recorded" if self._has_scores else "drawn",
+            }
+        return replace(header, provenance=header.provenance | {PREDICTIONS: drawn})
 
     # -- a few tokens at a time --
 
     def _chunks(self, columns: Sequence[str]) -> Iterator[_Chunk]:
         """All tokens of the trace, a few at a time, each with its noise."""
-        shape = self.trace.shape
+        shape = self._trace.shape
         layers = shape.layers
         width = layers * shape.experts
         stride = max(1, CHUNK_VALUES // width)
-        for number, rows in enumerate(self.trace.sequences(columns)):
+        for number, sequence in enumerate(self._trace.sequences(columns)):
             noise = SequenceNoise(
-                self.seed,
+                self._seed,
                 number,
                 layers=layers,
                 experts=shape.experts,
                 depths=self._depths,
-                dependence=self.dependence,
+                dependence=self._dependence,
             )
-            keys = Walk((self.seed, number, SCORE_STREAM), width, TOKEN_MEMORY)
+            keys = Walk((self._seed, number, SCORE_STREAM), width, TOKEN_MEMORY)
+            arrays = sequence.arrays()
+            seq = arrays.pop("seq")
             # Positions may have gaps, so tokens are counted.
-            token = np.cumsum(np.diff(rows.pos, prepend=rows.pos[0]) > 0)
-            ends = [*range(stride, int(token[-1]) + 1, stride), int(token[-1]) + 1]
-            for first, end in zip([0, *ends], ends, strict=False):
-                span = slice(*np.searchsorted(token, (first, end)).tolist())
-                place = token[span] - first, rows.layer[span].astype(np.int64)
-                size = (end - first, layers)
-                logits = np.full((*size, shape.experts), np.nan, np.float32)
-                if self.has_scores:
-                    recorded = rows.columns["scores"][span]
-                    logits[place] = logits_of(recorded, sigmoid=self._sigmoid)
+            token = np.cumsum(np.diff(sequence.pos, prepend=sequence.pos[0]) > 0)
+            count = int(token[-1]) + 1
+            for first in range(0, count, stride):
+                size = min(stride, count - first)
+                span = slice(*np.searchsorted(token, (first, first + size)))
+                rows = {name: values[span] for name, values in arrays.items()}
+                place = token[span] - first, rows["layer"].astype(np.int64)
+                logits = np.full((size, layers, shape.experts), np.nan, np.float32)
+                if self._has_scores:
+                    logits[place] = logits_of(rows["scores"], sigmoid=self._sigmoid)
                 else:
-                    drawn = keys.next(end - first).reshape(logits.shape)
-                    logits[place] = self._drawn(drawn[place], rows, span)
-                experts = np.zeros((*size, shape.top_k), np.uint16)
-                experts[place] = rows.experts[span]
-                tokens = _Tokens(logits, experts, *noise.next(end - first))
-                yield _Chunk(rows, span, *place, tokens)
-                self._advance(len(place[0]))
+                    drawn = keys.next(size).reshape(logits.shape)
+                    logits[place] = self._drawn(drawn[place], rows)
+                experts = np.zeros((size, layers, shape.top_k), np.uint16)
+                experts[place] = rows["experts"]
+                tokens = _Tokens(logits, experts, *noise.next(size))
+                yield rows | {"seq": seq}, place, tokens
+                self._advance(len(rows["layer"]))
 
-    def _drawn(self, keys: np.ndarray, rows: SequenceRows, span: slice) -> np.ndarray:
+    def _drawn(self, keys: np.ndarray, rows: dict[str, Any]) -> np.ndarray:
         """Logits [N, E] of some rows, from the random parts of their keys."""
-        weights = rows.columns.get("weights")
         logits = logits_behind(
-            keys + self._popularity[rows.layer[span]],
-            rows.experts[span],
-            None if weights is None else weights[span],
+            keys + self._popularity[rows["layer"]],
+            rows["experts"],
+            rows.get("weights"),
             renormalised=self._renormalised,
             sigmoid=self._sigmoid,
         )
@@ -472,29 +480,23 @@ class _Work:
 
     # -- accuracy --
 
-    @property
-    def _needed(self) -> Sequence[str]:
-        """The column that logits follow from."""
-        named = [name for name in ("scores", "weights") if name in self.trace.columns]
-        return named[:1]
-
     def _sampled(self) -> _Tokens:
         """Every so many tokens; means and spread of all logits on the way."""
-        layers = self.trace.shape.layers
-        sums = np.zeros((2, layers, self.trace.shape.experts))
+        layers = self._trace.shape.layers
+        sums = np.zeros((2, layers, self._trace.shape.experts))
         counts = np.zeros((layers, 1), np.int64)
         parts: list[_Tokens] = []
         passed = 0
 
-        for chunk in self._chunks(self._needed):
-            logits = chunk.tokens.logits.astype(np.float64)
+        for *_, tokens in self._chunks(self._needed):
+            logits = tokens.logits.astype(np.float64)
             counts += (~np.isnan(logits[..., :1])).sum(axis=0)
             logits = np.nan_to_num(logits)
             # Token by token, so that the sums are the same for any size of chunks.
             powers = np.stack([logits, logits**2], axis=1)
             sums = np.concatenate([sums[None], powers]).sum(axis=0)
             sampled = slice(-passed % self._stride, None, self._stride)
-            parts.append(_Tokens(*(each[sampled] for each in chunk.tokens)))
+            parts.append(_Tokens(*(each[sampled] for each in tokens)))
             passed += len(logits)
 
         rows = np.maximum(counts, 1)
@@ -505,15 +507,15 @@ class _Work:
         return _Tokens(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _fidelity(self, predictor: Predictor, sample: _Tokens) -> float:
-        """Bisection: recall grows with the fidelity."""
+        """Search by halves: recall grows with the fidelity."""
 
-        def recall(fidelity: float) -> float:
-            tried = replace(predictor, fidelity=fidelity)
+        def recall(step: int) -> float:
+            tried = replace(predictor, fidelity=step / _FIDELITIES)
             hits, asked = self._hits(tried, sample, as_written=False)
             return hits / max(asked, 1)
 
-        least = recall(0.0)
-        most = recall(1.0)
+        least = recall(0)
+        most = recall(_FIDELITIES)
         # What can be had depends on the trace, so it is said with the refusal.
         if not least - TOLERANCE <= predictor.asked <= most + TOLERANCE:
             way_out = "guesses by popularity alone reach the lower one"
@@ -523,20 +525,12 @@ class _Work:
                     " trace without scores are drawn consistent with its experts"
                 )
             raise TraceError(
-                f"{self.trace.path}: recall of {predictor.column}: expected"
+                f"{self._trace.path}: recall of {predictor.column}: expected"
                 f" {least:.3f}..{most:.3f} for this trace, got {predictor.asked};"
                 f" {way_out}"
             )
-
-        low = 0.0
-        high = 1.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            if recall(middle) < predictor.asked:
-                low = middle
-            else:
-                high = middle
-        return high
+        steps = range(_FIDELITIES)
+        return bisect_left(steps, predictor.asked, key=recall) / _FIDELITIES
 
     def _hits(
         self, predictor: Predictor, tokens: _Tokens, *, as_written: bool
@@ -550,7 +544,7 @@ class _Work:
         # guess also needs a row to stand in, at the layer that it is made at.
         known = ~np.isnan(tokens.logits[..., 0])
         known = known[:, depth:] & known[:, :-depth]
-        experts = tokens.experts[:, depth:][known][:, : self.at]
+        experts = tokens.experts[:, depth:][known][:, : self._at]
         best = top_k(predicted[:, depth:][known], experts.shape[1])
         return int((best[:, :, None] == experts[:, None, :]).sum()), experts.size
 
@@ -558,3 +552,95 @@ class _Work:
         self._rows_done += rows
         if self._progress is not None:
             self._progress(min(1.0, self._rows_done / self._rows_in_all))
+
+
+# -- noise ---------------------------------------------------------------------------
+
+
+class Walk:
+    """Standard normals [T, W] of one sequence that remember their last token.
+
+    They are the same however many tokens a call asks for.
+
+    Args:
+        seed: of the generator; the same numbers give the same walk.
+        width: W, values of one token.
+        memory: correlation of adjacent tokens.
+    """
+
+    def __init__(self, seed: Sequence[int], width: int, memory: float) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._fresh = np.array([math.sqrt(1 - memory * memory)], np.float32)
+        self._past = np.array([1, -memory], np.float32)
+        self._width = width
+        self._state: np.ndarray | None = None
+
+    def next(self, tokens: int) -> np.ndarray:
+        """Return the next `tokens` of them: float32 [T, W]."""
+        values = self._rng.standard_normal((tokens, self._width), np.float32)
+        if self._state is None:
+            # The first token has no past, and unit variance all the same.
+            self._state = np.zeros((1, self._width), np.float32)
+            values[0] /= self._fresh
+        walk, self._state = lfilter(
+            self._fresh, self._past, values, axis=0, zi=self._state
+        )
+        return np.asarray(walk)
+
+
+class SequenceNoise:
+    """The noise of all depths for one sequence, a few tokens at a time.
+
+    Args:
+        seed: of the whole trace.
+        number: of the sequence in the trace, from 0.
+        layers: L.
+        experts: E.
+        depths: how many, D.
+        dependence: between errors.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        number: int,
+        *,
+        layers: int,
+        experts: int,
+        depths: int,
+        dependence: Dependence,
+    ) -> None:
+        self._dependence = dependence
+        self._shape = (layers, experts)
+        # A stream per depth: one more depth leaves the others as they are.
+        self._walks = [
+            Walk(
+                (seed, number, _DEPTH_STREAM + depth),
+                layers * experts,
+                dependence.tokens,
+            )
+            for depth in range(1, depths + 1)
+        ]
+        self._difficulty = np.random.default_rng((seed, number, _DIFFICULTY_STREAM))
+
+    def next(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the next tokens' difficulties, float32 [T, L], and their noise of
+        every depth, float32 [T, D, L, E].
+        """
+        layers, experts = self._shape
+        normals = self._difficulty.standard_normal((tokens, 1 + layers), np.float32)
+        shared = np.float32(math.sqrt(self._dependence.layers))
+        apart = np.float32(math.sqrt(1 - self._dependence.layers))
+        exponent = shared * normals[:, :1] + apart * normals[:, 1:]
+        difficulty = np.exp(np.float32(self._dependence.spread) * exponent)
+
+        keep = np.float32(self._dependence.depths)
+        fresh = np.float32(math.sqrt(1 - self._dependence.depths**2))
+        noise = np.empty((tokens, len(self._walks), layers, experts), np.float32)
+        for depth, walk in enumerate(self._walks):
+            values = walk.next(tokens).reshape(tokens, layers, experts)
+            # Deeper guesses add to the errors of shallower ones.
+            if depth:
+                values = fresh * values + keep * noise[:, depth - 1]
+            noise[:, depth] = values
+        return difficulty, noise

@@ -99,11 +99,28 @@ def _with_weights(model: SynthModel, weights: str) -> SynthModel:
     return replace(model, shape=sizes, provenance=provenance)
 
 
-_ARRAYS = (
-    *("header", "popularity", "reuse", "topics", "kinds"),
-    *("character", "course", "first", "lengths"),
-)
+_TYPES: dict[str, Any] = {
+    "popularity": np.float32,
+    "reuse": np.float32,
+    "topics": np.int8,
+    "kinds": np.int8,
+    "character": np.float32,
+    "course": np.uint16,
+    "first": np.int64,
+    "lengths": np.int64,
+}
 _WAY_OUT = "`moesim trace synth --save-stats` makes such a file"
+
+
+@dataclass
+class _Header:
+    """Contents of a file beside its arrays."""
+
+    moesim_statistics: int
+    shape: ModelShape
+    provenance: dict[str, Any]
+    permuted: float
+    likeness: Likeness
 
 
 def save(model: SynthModel, path: Path | str) -> Path:
@@ -112,7 +129,8 @@ def save(model: SynthModel, path: Path | str) -> Path:
     Raises:
         TraceError: stated statistics, which need no file.
     """
-    if model.likeness is None or model.kinds is None:
+    kinds = model.kinds
+    if model.likeness is None or kinds is None:
         raise TraceError(
             "statistics: expected those of a trace; stated ones are their own few"
             " numbers"
@@ -125,26 +143,23 @@ def save(model: SynthModel, path: Path | str) -> Path:
         "likeness": asdict(model.likeness),
     }
     text = json.dumps(header, sort_keys=True).encode()
-    arrays: dict[str, Any] = {
-        "header": np.frombuffer(text, np.uint8),
-        "popularity": model.popularity.astype(np.float32),
-        "reuse": model.reuse.astype(np.float32),
-        "topics": _rounded(model.topics),
-        "kinds": _rounded(model.kinds.weights),
-        "character": model.kinds.character.astype(np.float32),
-        "course": model.kinds.course.astype(np.uint16),
-        "first": model.kinds.first.astype(np.int64),
-        "lengths": np.array(model.lengths, np.int64),
+    values: dict[str, Any] = {
+        "popularity": model.popularity,
+        "reuse": model.reuse,
+        "topics": np.clip(np.round(model.topics / _STEP), -127, 127),
+        "kinds": np.clip(np.round(kinds.weights / _STEP), -127, 127),
+        "character": kinds.character,
+        "course": kinds.course,
+        "first": kinds.first,
+        "lengths": model.lengths,
     }
-    path = Path(path)
+    arrays = {name: np.asarray(values[name], _TYPES[name]) for name in _TYPES}
     archive = io.BytesIO()
-    np.savez_compressed(archive, allow_pickle=False, **arrays)
+    np.savez_compressed(
+        archive, allow_pickle=False, header=np.frombuffer(text, np.uint8), **arrays
+    )
     write_bytes(path, archive.getbuffer())
-    return path
-
-
-def _rounded(weights: np.ndarray) -> np.ndarray:
-    return np.clip(np.round(weights / _STEP), -127, 127).astype(np.int8)
+    return Path(path)
 
 
 def load(path: Path | str) -> SynthModel:
@@ -154,31 +169,31 @@ def load(path: Path | str) -> SynthModel:
         TraceError: not such a file, damaged, or of another version.
     """
     path = Path(path)
+    where = f"{path}: statistics"
     try:
         arrays = load_named(path)
     except (OSError, TraceError) as error:
         reason = str(error).removeprefix(f"{path}: ")
-        raise TraceError(f"{path}: statistics: {reason}; {_WAY_OUT}") from None
-    missing = [name for name in _ARRAYS if name not in arrays]
-    if missing:
-        raise TraceError(
-            f"{path}: statistics: {missing[0]}: expected an array, found none;"
-            f" {_WAY_OUT}"
-        )
+        raise TraceError(f"{where}: {reason}; {_WAY_OUT}") from None
+    for name in ("header", *_TYPES):
+        if name not in arrays:
+            raise TraceError(
+                f"{where}: {name}: expected an array, found none; {_WAY_OUT}"
+            )
     header = parse_json(
         arrays["header"].tobytes(),
         _Header,
-        where=f"{path}: statistics",
+        where=where,
         error=TraceError,
         way_out=_WAY_OUT,
     )
     if header.moesim_statistics != VERSION:
         raise TraceError(
-            f"{path}: statistics: expected version {VERSION}, found"
-            f" {header.moesim_statistics}; save them again"
+            f"{where}: expected version {VERSION}, found {header.moesim_statistics};"
+            " save them again"
         )
 
-    _check(arrays, header.shape, path)
+    _check(arrays, header.shape, where)
     step = np.float32(_STEP)
     return SynthModel(
         shape=header.shape,
@@ -198,47 +213,32 @@ def load(path: Path | str) -> SynthModel:
     )
 
 
-@dataclass
-class _Header:
-    """Contents of a file beside its arrays."""
-
-    moesim_statistics: int
-    shape: ModelShape
-    provenance: dict[str, Any]
-    permuted: float
-    likeness: Likeness
-
-
-def _check(
-    arrays: Mapping[str, np.ndarray], shape: ModelShape, path: Path | str
-) -> None:
+def _check(arrays: Mapping[str, np.ndarray], shape: ModelShape, where: str) -> None:
     """Refuse arrays that do not fit together, before drawing trips over them."""
-    layers = shape.layers
-    layer = (layers, shape.experts)
-    topics, kinds, lengths = (
-        arrays[name].shape[:1] for name in ("topics", "kinds", "lengths")
+    layer = (shape.layers, shape.experts)
+    topics, kinds, tokens, lengths = (
+        arrays[name].shape[:1] for name in ("topics", "kinds", "course", "lengths")
     )
-    expected = {
-        "popularity": (np.float32, layer),
-        "reuse": (np.float32, (layers, CLASSES)),
-        "topics": (np.int8, (*topics, *layer)),
-        "kinds": (np.int8, (*kinds, *layer)),
-        "character": (np.float32, (layers,)),
-        "course": (np.uint16, (arrays["course"].size,)),
-        "first": (np.int64, (sum(topics) + 1,)),
-        "lengths": (np.int64, (*lengths, 2)),
+    shapes = {
+        "popularity": layer,
+        "reuse": (shape.layers, CLASSES),
+        "topics": (*topics, *layer),
+        "kinds": (*kinds, *layer),
+        "character": layer[:1],
+        "course": tokens,
+        "first": (sum(topics) + 1,),
+        "lengths": (*lengths, 2),
     }
-    for name, (dtype, wanted) in expected.items():
+    for name, dtype in _TYPES.items():
         array = arrays[name]
-        if array.dtype != dtype or array.shape != wanted:
+        if array.dtype != dtype or array.shape != shapes[name]:
             raise TraceError(
-                f"{path}: statistics: {name}: expected shape {wanted} of"
-                f" {np.dtype(dtype)}, found {array.shape} of {array.dtype}; {_WAY_OUT}"
+                f"{where}: {name}: expected shape {shapes[name]} of {np.dtype(dtype)},"
+                f" found {array.shape} of {array.dtype}; {_WAY_OUT}"
             )
         if not np.isfinite(array).all():
             raise TraceError(
-                f"{path}: statistics: {name}: expected numbers, found infinity or none;"
-                f" {_WAY_OUT}"
+                f"{where}: {name}: expected numbers, found infinity or none; {_WAY_OUT}"
             )
 
     # Each topic has its part of the course; a kind is an index.
@@ -247,6 +247,6 @@ def _check(
     ordered = (np.diff(first) > 0).all() and first[0] == 0
     inside = course.size and course.max() < len(arrays["kinds"])
     if not (ordered and inside and first[-1] == len(course)):
-        raise TraceError(f"{path}: statistics: course: expected kinds of every topic")
+        raise TraceError(f"{where}: course: expected kinds of every topic")
     if not arrays["lengths"].sum(axis=1).max(initial=0) >= 1:
-        raise TraceError(f"{path}: statistics: lengths: expected at least one token")
+        raise TraceError(f"{where}: lengths: expected at least one token")
