@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pandas as pd
 
 from moesim.engine.observers import observed_policy
 from moesim.engine.planner import Planner
@@ -25,6 +26,7 @@ from moesim.policies.names import CPU
 from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
+from moesim.reporting.parts import records
 from moesim.runs.setup import load_artefacts
 from moesim.traces.timeline.spans import Timeline
 
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.policies.base import CachePolicy
     from moesim.policies.run_context import Future, RunContext
-    from moesim.policies.sizes import MemoryPlan
-    from moesim.policies.systems import Policies
     from moesim.runs.setup import Setup
     from moesim.sim.results import ReplayResult
 
@@ -125,14 +125,15 @@ class MixReplays:
         Raises:
             PolicyError: a policy answered something illegal.
         """
-        ours = self.setup.system
+        setup = self.setup
+        ours = setup.system
         system = replace(
             ours,
             assignment=mix.get(ASSIGNMENT, ours.assignment),
             prefetch=mix.get(PREFETCH, ours.prefetch),
         )
-        host_cache = self.setup.config.host_cache if self.setup.memory.host else None
-        policies = system.build(gpus=self.setup.profile.gpus, host_cache=host_cache)
+        host_cache = setup.config.host_cache if setup.memory.host else None
+        policies = system.build(gpus=setup.profile.gpus, host_cache=host_cache)
         # Planning seconds are looked up by this name.
         policies.names = {**policies.names, "assignment": ours.assignment}
         if EVICTION in mix:
@@ -144,30 +145,12 @@ class MixReplays:
             policies.assignment = observed_policy(
                 policies.assignment, observer, calls=("assign",)
             )
-        return self._run(policies, self.setup.memory, free=PLANNING in mix)
-
-    def ceiling_s(self) -> float:
-        """Return the makespan with all parts replaced."""
-        return self.replay_s({part: both[1] for part, both in self.parts().items()})
-
-    def resident_s(self) -> float:
-        """Return the makespan if all experts were on the GPUs from the start, with the
-        ceiling's assignment and no planning time.
-        """
-        all_experts = CacheSize.for_model(self.setup.shape, ratio=1.0)
-        memory = replace(self.setup.memory, gpu=all_experts, host=None)
-        # A static cache is filled from the start, and asks for no copy.
-        system = System(assignment=self.ceiling.assignment, cache="static:fill=lowest")
-        policies = system.build(gpus=self.setup.profile.gpus, host_cache=None)
-        return self._run(policies, memory, free=True)
-
-    def _run(self, policies: Policies, memory: MemoryPlan, *, free: bool) -> float:
-        setup = self.setup
+        costs = setup.costs()
         planner = Planner(
             setup.shape,
-            without_planning(setup.costs()) if free else setup.costs(),
+            without_planning(costs) if PLANNING in mix else costs,
             policies,
-            memory,
+            setup.memory,
             seed=setup.config.seed,
             future=self.future,
             calibration=setup.calibration,
@@ -177,6 +160,21 @@ class MixReplays:
         result = self.walk(planner, timeline)
         timeline.close()
         return result.makespan_s
+
+    def ceiling_s(self) -> float:
+        """Return the makespan with all parts replaced."""
+        return self.replay_s({part: both[1] for part, both in self.parts().items()})
+
+    def resident_s(self) -> float:
+        """Return the makespan if all experts were on the GPUs from the start, with the
+        ceiling's assignment and no planning time.
+        """
+        setup = copy(self.setup)
+        all_experts = CacheSize.for_model(setup.shape, ratio=1.0)
+        setup.memory = replace(setup.memory, gpu=all_experts, host=None)
+        # A static cache is filled from the start, and asks for no copy.
+        setup.system = System(self.ceiling.assignment, cache="static:fill=lowest")
+        return replace(self, setup=setup).replay_s({PLANNING: FREE})
 
 
 def without_planning(costs: Costs) -> Costs:
@@ -241,27 +239,28 @@ class Grades:
             for best in (modelled, scheduled)
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return mean, 95th percentile, maximum and share of optimal answers of both
-        ratios; null without layer steps.
+    def statistics(self) -> pd.DataFrame:
+        """Mean, 95th percentile, maximum and share of optimal answers, a row for each
+        ratio.
         """
-        # Weighted by seconds: a bad plan of a short layer step costs little.
-        total_ratio = self.chosen_s / self.least_s if self.least_s else None
+        ratios = pd.DataFrame(
+            {"modelled": self.modelled, "scheduled": self.scheduled}, dtype=float
+        )
+        columns = {
+            "mean": ratios.mean(),
+            "p95": ratios.quantile(0.95),
+            "max": ratios.max(),
+            "optimal_share": (ratios <= 1.0 + PROVEN).mean(),
+        }
+        return pd.DataFrame(columns)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `statistics` by ratio; null without layer steps."""
+        rows = records(self.statistics())
         return {
             "layer_steps": len(self.modelled),
             "unproven": self.unproven,
-            "modelled": _statistics(np.array(self.modelled)),
-            "scheduled": _statistics(np.array(self.scheduled)),
-            "total_ratio": total_ratio,
+            **dict(zip(("modelled", "scheduled"), rows, strict=True)),
+            # Weighted by seconds: a bad plan of a short layer step costs little.
+            "total_ratio": self.chosen_s / self.least_s if self.least_s else None,
         }
-
-
-def _statistics(ratios: np.ndarray) -> dict[str, float | None]:
-    if not len(ratios):
-        return dict.fromkeys(("mean", "p95", "max", "optimal_share"))
-    return {
-        "mean": float(ratios.mean()),
-        "p95": float(np.percentile(ratios, 95)),
-        "max": float(ratios.max()),
-        "optimal_share": float(np.mean(ratios <= 1.0 + PROVEN)),
-    }
