@@ -405,12 +405,10 @@ def same_routing(
 
 
 def _runs(session: Session) -> None:
-    """Real runs beside simulated ones: costs learned from other runs, decisions equal,
-    and times over the grid.
+    """Real runs beside simulated ones: costs learned from other runs; decisions and
+    times over the grid.
     """
     session.make("runs/costs", partial(_learned_costs, session))
-    for system in SYSTEMS:
-        session.make(f"runs/decisions, {system}", partial(_decisions, session, system))
     session.make("runs/times", partial(_times, session))
 
 
@@ -439,65 +437,6 @@ def _costs(session: Session) -> Any:
     raise ProfileError("no profile of this machine: its measurement failed")
 
 
-def _decisions(session: Session, system: str) -> dict[str, Any]:
-    """Run a system for real and simulated, and compare who computed what and which
-    copies were made: equal wherever no decision depends on when a copy lands.
-    """
-    from moesim.evidence.validation.grid import timing_free  # noqa: PLC0415
-    from moesim.evidence.validation.paired_runs import (  # noqa: PLC0415
-        Trial,
-        TrialRunner,
-        simulate,
-    )
-    from moesim.policies.systems import compose as compose_system  # noqa: PLC0415
-    from moesim.runs.config import MemoryOptions  # noqa: PLC0415
-    from moesim.runs.machine import experts_dtype  # noqa: PLC0415
-    from moesim.runs.setup import needed_columns  # noqa: PLC0415
-    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
-    from moesim.traces.format.batch import compose  # noqa: PLC0415
-    from moesim.traces.format.reader import open_trace  # noqa: PLC0415
-    from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
-
-    plan = session.extent.plan
-    profile = _costs(session)
-    trace = open_trace(resolve_trace(plan.trace))
-    dtype = experts_dtype(profile)
-    shape = shape_for(trace.shape, plan.shapes[0], dtype)
-    policies = compose_system(system).build(gpus=1, host_cache=None)
-    steps = compose(
-        trace,
-        batch=1,
-        steps=plan.steps,
-        columns=needed_columns(policies),
-    )
-    memory = MemoryOptions(cache_ratio=plan.cache_ratios[1])
-    trial = Trial(system, memory, list(steps))
-    store = _stores(session, "runs") / "0"
-    with TrialRunner(shape, profile, dtype=dtype, store=store) as runner:
-        measured = runner.run(trial, profile)
-    simulated = simulate(trial, shape, profile)
-    columns = ["step", "layer", "expert", "lane", "state"]
-    measured_accesses, simulated_accesses = (
-        timeline.access_frame()[columns].sort_values(columns[:3]).to_numpy()
-        for timeline in (measured, simulated)
-    )
-    copies = [_copies_of(timeline) for timeline in (measured, simulated)]
-    return {
-        "timing_free": timing_free(policies),
-        "accesses": len(measured_accesses),
-        "equal": bool(np.array_equal(measured_accesses, simulated_accesses)),
-        "copies": len(copies[0]),
-        "copies_equal": copies[0] == copies[1],
-    }
-
-
-def _copies_of(timeline: Any) -> list[tuple[Any, ...]]:
-    """Copies of experts that a run awaited."""
-    spans = timeline.frame()
-    fetched = spans[spans["kind"] == "fetch"]
-    return sorted(fetched[["step", "layer", "expert"]].itertuples(index=False))
-
-
 def _times(session: Session) -> dict[str, Any]:
     """Run the grid, and judge it as `moesim verify` does."""
     kept = session.folder / VALIDATION
@@ -521,7 +460,7 @@ def _times(session: Session) -> dict[str, Any]:
     result = validation.to_json()
     columns = (
         *("policy", "cache_ratio", "batch", "tpot_measured_s", "means_tpot_s"),
-        *("tpot_error", "ttft_error", "noise_floor", "hits_equal"),
+        *("tpot_error", "ttft_error", "noise_floor", "timing_free", "decisions_equal"),
     )
     return verdict_of(session.extent.plan, result).to_json() | {
         "whole_error": result["tpot_error_median"],
@@ -555,13 +494,25 @@ def failures(steps: Mapping[str, Step]) -> list[str]:
             named.append(f"{name}: {result['outcome']}")
         elif result.get("passed") is False:
             named.append(f"{name}: differs from the CPU by {result['largest']:.1e}")
-        elif result.get("timing_free") and not (
-            result["equal"] and result["copies_equal"]
-        ):
-            named.append(f"{name}: decided otherwise than simulated")
         elif result.get("holds") is False:
             named.append(f"{name}: {result['words']}")
+        named += [
+            f"{name}: {system} decided otherwise than simulated"
+            for system, equal in _decided(result).items()
+            if not equal
+        ]
     return named
+
+
+def _decided(times: Mapping[str, Any]) -> dict[str, bool]:
+    """System whose decisions no timing moves -> whether all were as simulated."""
+    equal: dict[str, bool] = {}
+    for row in times.get("rows", ()):
+        if row["timing_free"]:
+            equal[row["policy"]] = (
+                equal.get(row["policy"], True) and row["decisions_equal"]
+            )
+    return equal
 
 
 def holds(steps: Mapping[str, Step]) -> bool | None:
@@ -666,17 +617,12 @@ def _recording_words(result: Mapping[str, Any]) -> list[str]:
 
 def _run_words(result: Mapping[str, Any]) -> list[str]:
     lines = []
-    decided = [
-        value for name, value in result.items() if name.startswith("runs/decisions")
-    ]
-    free = [value for value in decided if value and value["timing_free"]]
-    if free:
-        equal = sum(value["equal"] and value["copies_equal"] for value in free)
-        lines.append(
-            f"decisions: {equal} of {len(free)} systems whose decisions no timing"
-            " moves did exactly what was simulated"
-        )
     if times := result.get("runs/times"):
+        if decided := _decided(times):
+            lines.append(
+                f"decisions: {sum(decided.values())} of {len(decided)} systems whose"
+                " decisions no timing moves did exactly what was simulated"
+            )
         lines.append(f"times: {times['words']}")
         lines.append(
             f"times, whole errors: per token {times['whole_error'] or 0.0:.1%}, first"

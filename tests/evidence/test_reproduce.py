@@ -20,7 +20,6 @@ from moesim.evidence.reproduction import routing_figures as figures
 from moesim.evidence.reproduction.questions import data
 from moesim.evidence.reproduction.routing import EXPERIMENTS
 from moesim.evidence.reproduction.routing_figures import (
-    BELADY,
     CALLS,
     Excerpt,
     LacksError,
@@ -30,6 +29,7 @@ from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
+from moesim.questions.learned_cache import BOUND
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 
@@ -150,10 +150,10 @@ def test_predictions_that_are_right_are_right_and_shifted_ones_are_not(tmp_path)
     )
     load = Excerpt(trace)
     shares = dict.fromkeys(("chosen", "best", "active"))
-    assert figures.next_layer(load, "pred1_raw") == dict.fromkeys(shares, 100.0)
-    assert figures.next_layer(load, "pred1_res") == dict.fromkeys(shares, 0.0)
-    assert figures.accuracy(load, "HybriMoE", 1, 1) == 100.0
-    assert figures.accuracy(load, "DALI", 1, 1) == 0.0
+    assert figures.foreseen(load, "HybriMoE") == dict.fromkeys(shares, 100.0)
+    assert figures.foreseen(load, "DALI") == dict.fromkeys(shares, 0.0)
+    assert figures.accuracy(load, "HybriMoE", 1)["1"] == 100.0
+    assert figures.accuracy(load, "DALI", 1)["1"] == 0.0
 
 
 def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
@@ -162,7 +162,7 @@ def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
     """
     rows = [[[t % 2], [2 + t % 2]] for t in range(8)]
     load = Excerpt(hand_trace(tmp_path / "t.parquet", rows, experts=4))
-    assert figures.accuracy(load, "EdgeMoE", 1, 1) == 100.0
+    assert figures.accuracy(load, "EdgeMoE", 1)["1"] == 100.0
 
 
 def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
@@ -204,7 +204,7 @@ def test_section_5_5_evictions_and_their_re_use():
     forward = steps(*[[routed(0, *pair)] for pair in chosen])
     future = RecordedFuture(forward)
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=3)
-    for spec, hits, evictions, again in (("lru", 3, 6, 4), (BELADY, 4, 5, 3)):
+    for spec, hits, evictions, again in (("lru", 3, 6, 4), (BOUND, 4, 5, 3)):
         policy = resolve(spec, "cache")
         watched = RivalRecorder(policy, resolve("lru", "cache"), future, model.experts)
         policy = observed_policy(policy, watched, CALLS)
@@ -214,7 +214,7 @@ def test_section_5_5_evictions_and_their_re_use():
         assert (watched.evictions, watched.soon) == (evictions, again)
         # LRU never differs from LRU, and nobody names a better victim than Belady.
         assert watched.better == watched.decided
-        assert (watched.decided > 0) is (spec == BELADY)
+        assert (watched.decided > 0) is (spec == BOUND)
 
 
 # The command.

@@ -15,7 +15,7 @@ from support.validations import cell, result
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.validation.grid import timing_free, validate
+from moesim.evidence.validation.grid import decisions, timing_free, validate
 from moesim.evidence.validation.paired_runs import Trial, simulate
 from moesim.evidence.validation.profile_checks import machine_differences, warnings_of
 from moesim.evidence.validation.report import save, validation_answer
@@ -207,6 +207,24 @@ def test_hits_of_real_and_simulated_runs_are_equal(grid):
     assert grid["hits_equal"] is True
     assert grid["hits_compared"] == len(grid["cells"]) == 12
     assert any(cell["predicted"]["hits"] for cell in grid["cells"])
+    assert all(cell["decisions_equal"] for cell in grid["cells"])
+
+
+def test_another_cache_makes_other_copies_and_another_lane_other_products():
+    trace = open_trace(TRACE)
+    steps = list(compose(trace, steps=6))
+    lru, static, cpu = (
+        decisions(
+            simulate(
+                Trial(policy, MemoryOptions(cache_ratio=0.3), steps),
+                trace.shape,
+                load_profile("two-core-host"),
+            )
+        )
+        for policy in ("on-demand+lru", "on-demand+static", "all-cpu+none")
+    )
+    assert lru[1] != static[1]
+    assert lru[0] != cpu[0]
 
 
 def test_bytes_of_real_and_simulated_runs_are_equal(grid):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from moesim.base.errors import TraceError
 from moesim.base.files import ScratchFolder
 from moesim.base.text import unknown
-from moesim.evidence.reproduction import routing_figures
 from moesim.evidence.reproduction.questions import (
     anchors,
     data,
@@ -23,7 +22,7 @@ from moesim.evidence.reproduction.questions import (
     records,
     selected,
 )
-from moesim.evidence.reproduction.routing_figures import Excerpt, LacksError
+from moesim.evidence.reproduction.routing_figures import Excerpt, LacksError, figure
 from moesim.policies.base import PolicyError
 from moesim.reporting.answers import Answer
 from moesim.reporting.parts import Listing
@@ -62,7 +61,7 @@ class Experiment:
         name: on the command line.
         summary: one line.
         rows: which published records it stands beside, how their settings name a row,
-            and which function of `routing_figures` computes it.
+            and which of the `routing_figures` it is.
         unit: of every figure, as in those records.
         needs: what a trace must have, in words.
         computes: what the functions do, in one or two sentences.
@@ -105,10 +104,8 @@ class Experiment:
                 label = str(row["row"]).format_map(values)
                 # Several models have it.
                 if label not in table:
-                    ((name, arguments),) = filled(row["figure"], values).items()
-                    compute = getattr(routing_figures, name)
                     try:
-                        table[label] = compute(excerpt, **arguments)
+                        table[label] = figure(excerpt, filled(row["figure"], values))
                     except LacksError as lack:
                         table[label] = str(lack)
         return table

@@ -1,14 +1,15 @@
 """Figures that need only routing: a function for each statistic, which the rows of an
-experiment in ``data/papers.yaml`` name with its arguments.
+experiment in ``data/papers.yaml`` name with its arguments (`figure`).
 
-Each takes an `Excerpt` of any trace and returns one figure, or raises `LacksError`.
+Each takes an `Excerpt` of any trace and returns one figure, or several by name, or
+raises `LacksError`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +37,7 @@ from moesim.traces.format.schema import Phase
 from moesim.traces.stats.statistics import SimilarityAggregator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from moesim.policies.base import CachePolicy
     from moesim.policies.cache_replay import CacheCounts
@@ -48,11 +49,8 @@ if TYPE_CHECKING:
 MACHINE = "rtx3090-epyc7532"
 """Datasheet profile of the experiments that need one: DALI's machine."""
 
-_shared = lru_cache(maxsize=64)
-"""Several rows of an experiment are read off one computation."""
 
-
-@_shared
+@lru_cache(maxsize=64)
 def _sequences(trace: Trace) -> int:
     # A trace is recorded per sequence; batches are composed when it is replayed.
     return sum(1 for _ in trace.sequences())
@@ -60,6 +58,9 @@ def _sequences(trace: Trace) -> int:
 
 class LacksError(TraceError):
     """What a trace lacks for a figure, in one line that begins with "lacks"."""
+
+
+NOTHING_COUNTED = "lacks what is counted in these forward passes; see --steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,15 @@ class Excerpt:
         if missing:
             raise LacksError(f"lacks column {', '.join(missing)}")
 
+    def need_sequences(self, batch: int) -> None:
+        """Refuse a trace with too few sequences for a batch."""
+        if batch > self.sequences:
+            raise LacksError(f"lacks sequences: batches of {batch} want as many")
+
     def decode(self, *columns: str, batch: int = 1) -> Iterator[RoutedStep]:
         """Decode steps in which all `batch` sequences take part."""
         self.need(*columns)
-        if batch > self.sequences:
-            raise LacksError(f"lacks sequences: batches of {batch} want as many")
+        self.need_sequences(batch)
         passes = compose(
             self.trace, batch=batch, steps=self.most_steps, columns=columns
         )
@@ -110,8 +115,7 @@ class Excerpt:
         return max(1, min(size, self.sequences))
 
     def replayed(self, **options: Any) -> Run:
-        """A run on `MACHINE`, with options of `moesim.replay`; `columns` are needed."""
-        self.need(*options.pop("columns", ()))
+        """A run on `MACHINE`, with options of `moesim.replay`."""
         limits: dict[str, Any] = {"steps": self.most_steps, "seed": self.seed}
         return replay(self.trace, hw=MACHINE, **limits, **options)
 
@@ -123,15 +127,45 @@ def percent(part: float, total: float) -> float:
         LacksError: total is 0: the trace holds nothing of what is counted.
     """
     if not total:
-        raise LacksError("lacks what is counted in these forward passes; see --steps")
+        raise LacksError(NOTHING_COUNTED)
     return 100.0 * part / total
 
 
-def _compared(how: str, system: float, other: float) -> float:
-    """Two sides as one figure, as records compare them; nothing at all cannot be."""
-    if not other:
-        raise LacksError("lacks something to compare with")
-    return COMPARISONS[how](system, other)
+def figure(excerpt: Excerpt, described: Mapping[str, Any]) -> float:
+    """One figure of an excerpt.
+
+    Args:
+        excerpt: of a trace.
+        described: ``{statistic: arguments}``, in which ``figure`` names one of several;
+            or ``{comparison: {of: ..., over: ...}}`` of two such figures, as records
+            compare them.
+    """
+    ((name, arguments),) = described.items()
+    if name in COMPARISONS:
+        system, other = (figure(excerpt, arguments[side]) for side in ("of", "over"))
+        # Nothing at all cannot be compared with.
+        if not other:
+            raise LacksError("lacks something to compare with")
+        return COMPARISONS[name](system, other)
+    stated = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in arguments.items()
+    }
+    wanted = stated.pop("figure", None)
+    found = computed(excerpt, name, tuple(sorted(stated.items())))
+    if wanted is not None:
+        found = found.get(f"{wanted}".lower())
+    if found is None:
+        raise LacksError(NOTHING_COUNTED)
+    return float(found)
+
+
+@lru_cache(maxsize=64)
+def computed(
+    excerpt: Excerpt, name: str, arguments: tuple[tuple[str, Any], ...]
+) -> Any:
+    """What a statistic finds; several rows are read off one computation."""
+    return STATISTICS[name](excerpt, **dict(arguments))
 
 
 # -- caches driven alone: every miss is fetched and offered, and no time passes --------
@@ -144,8 +178,6 @@ def cache_counts(
     named = cast("CachePolicy", resolve(spec, "cache"))
     excerpt.need(*named.needs)
     steps = excerpt.most_steps
-    # A policy that is handed in may watch oracles, so it gets the future too.
-    sees_future = named.oracle or policy is not None
     return cache_replay.replay(
         policy or named,
         spec,
@@ -154,7 +186,7 @@ def cache_counts(
         layer_steps(
             excerpt.trace, steps=steps, columns=named.needs, tokens=named.reads_tokens
         ),
-        future=RecordedFuture.of(excerpt.trace, steps=steps) if sees_future else None,
+        future=RecordedFuture.of(excerpt.trace, steps=steps) if named.oracle else None,
         seed=excerpt.seed,
     )
 
@@ -170,54 +202,23 @@ LRU_HIT_RATE = 73.0
 """FlashMoE's LRU hit rate in %; the cache size behind it is not stated. Source:
 published.yaml, FlashMoE text.
 """
-BELADY = "belady:must_admit=true"
-"""The textbook's Belady, which takes in every miss, as LRU does."""
 CALLS = ("start", *learned.CALLS)
-"""What a history must be told of."""
+"""What `RivalRecorder` must be told of."""
 
 
-def _size_for(excerpt: Excerpt, hit_rate: float) -> CacheSize:
+def _slots_for(excerpt: Excerpt, hit_rate: float) -> int:
     """Slots per layer at which LRU's hit rate in % comes nearest to `hit_rate`."""
 
-    def sized(slots: int) -> CacheSize:
-        return CacheSize.for_model(excerpt.shape, slots_per_layer=slots)
-
-    @_shared
+    @cache
     def rate(slots: int) -> float:
-        counts = cache_counts(excerpt, "lru", sized(slots))
+        size = CacheSize.for_model(excerpt.shape, slots_per_layer=slots)
+        counts = cache_counts(excerpt, "lru", size)
         return percent(counts.hits, counts.accesses)
 
     # LRU's hit rate never falls as slots grow. The first size at or above the rate may
     # be farther from it than the one before.
     first = 1 + bisect_left(range(1, excerpt.shape.experts), hit_rate, key=rate)
-    nearest = min((max(1, first - 1), first), key=lambda n: abs(rate(n) - hit_rate))
-    return sized(nearest)
-
-
-@_shared
-def _lru_and_belady(excerpt: Excerpt) -> Mapping[str, float]:
-    # Both at one size: the published rate of Belady belongs to that of LRU.
-    size = _size_for(excerpt, LRU_HIT_RATE)
-    lru = cache_counts(excerpt, "lru", size)
-    belady = cache_counts(excerpt, BELADY, size)
-    lru_misses, misses = (each.accesses - each.hits for each in (lru, belady))
-    experts = excerpt.shape.layers * excerpt.shape.experts
-    return {
-        "LRU": percent(lru.hits, lru.accesses),
-        "Belady": percent(belady.hits, belady.accesses),
-        "cached": percent(int(size.slots.sum()), experts),
-        **({"misses": lru_misses / misses} if misses else {}),
-    }
-
-
-def at_published_rate(excerpt: Excerpt, figure: str) -> float:
-    """Hit rate of ``LRU`` or ``Belady``, how often as many ``misses`` LRU has, or the
-    share that is ``cached``, at the size where LRU comes nearest to the published rate.
-    """
-    figures = _lru_and_belady(excerpt)
-    if figure not in figures:
-        raise LacksError(f"lacks {figure}")
-    return figures[figure]
+    return min((max(1, first - 1), first), key=lambda n: abs(rate(n) - hit_rate))
 
 
 class RivalRecorder(learned.EvictionRecorder):
@@ -262,47 +263,45 @@ class RivalRecorder(learned.EvictionRecorder):
         self.better += use > rival_use
 
 
-@_shared
-def _evictions(excerpt: Excerpt) -> Mapping[str, float | None]:
-    size = _size_for(excerpt, LRU_HIT_RATE)
-    experts = excerpt.shape.experts
-    future = RecordedFuture.of(excerpt.trace, steps=excerpt.most_steps)
-    lru, belady, rival = (
-        cast("CachePolicy", resolve(spec, "cache")) for spec in ("lru", BELADY, "lfu")
-    )
-    of_lru = RivalRecorder(lru, rival, future, experts)
-    of_belady = learned.EvictionRecorder(belady, future, experts)
-    cache_counts(excerpt, "lru", size, observed_policy(lru, of_lru, CALLS))
-    cache_counts(excerpt, BELADY, size, observed_policy(belady, of_belady, CALLS))
-    if not of_lru.evictions or not of_belady.evictions:
-        return {}
-    decided = of_lru.decided
-    return {
-        "LRU": percent(of_lru.soon, of_lru.evictions),
-        "Belady": percent(of_belady.soon, of_belady.evictions),
-        "better": percent(of_lru.better, decided) if decided else None,
-        "later": learned.mean_delay(of_lru.stays, of_belady.stays),
-    }
-
-
-def evictions(excerpt: Excerpt, figure: str) -> float:
-    """Share of evictions that ``LRU`` or ``Belady`` regret within five steps, how often
-    LRU's victim is ``better`` than LFU's, or how much ``later`` it lets go than Belady.
+def lru_and_belady(excerpt: Excerpt) -> Mapping[str, float | None]:
+    """At the size where LRU comes nearest to the published rate: the hit rate of
+    ``lru`` and ``belady``, in how many evictions they ``regret`` it within five steps,
+    how often as many ``misses`` LRU has, the share that is ``cached``, how much
+    ``later`` LRU lets go.
     """
-    evictions = _evictions(excerpt).get(figure)
-    if evictions is None:
-        raise LacksError("lacks evictions")
-    return evictions
+    shape = excerpt.shape
+    slots = _slots_for(excerpt, LRU_HIT_RATE)
+    steps = list(compose(excerpt.trace, steps=excerpt.most_steps))
+    # The textbook's Belady takes in every miss, as LRU does.
+    lru, belady = learned.evaluate(("lru", learned.BOUND), steps, shape, slots, {})
+    figures = {"cached": percent(slots, shape.experts), "later": lru["delay_steps"]}
+    if belady["hit_rate"] < 1.0:
+        figures["misses"] = (1.0 - lru["hit_rate"]) / (1.0 - belady["hit_rate"])
+    for name, of in (("lru", lru), ("belady", belady)):
+        figures[name] = 100.0 * of["hit_rate"]
+        if of["evictions"]:
+            figures[f"regret {name}"] = 100.0 * of["refetch_5"]
+    return figures
+
+
+def better_victims(excerpt: Excerpt) -> float:
+    """How often LRU's victim is better than LFU's, at that size."""
+    slots = _slots_for(excerpt, LRU_HIT_RATE)
+    lru, lfu = (cast("CachePolicy", resolve(spec, "cache")) for spec in ("lru", "lfu"))
+    future = RecordedFuture.of(excerpt.trace, steps=excerpt.most_steps)
+    recorder = RivalRecorder(lru, lfu, future, excerpt.shape.experts)
+    size = CacheSize.for_model(excerpt.shape, slots_per_layer=slots)
+    cache_counts(excerpt, "lru", size, observed_policy(lru, recorder, CALLS))
+    return percent(recorder.better, recorder.decided)
 
 
 RIVALS = ("lru", "lfu", "arc", "lecar")
 LEARNED_RATIO = 0.25
 
 
-@_shared
-def _learned_rates(excerpt: Excerpt) -> Mapping[str, float]:
-    """Hit rate by policy; the learned cache is judged with its rivals on later forward
-    passes only, which the network has not seen.
+def learned_cache(excerpt: Excerpt) -> Mapping[str, float]:
+    """``hits`` and ``misses`` of the learned cache and its rivals in %, on later
+    forward passes only, which the network has not seen.
     """
     try:
         from moesim.runtime.train.cache import train  # noqa: PLC0415 - needs torch, which may be missing
@@ -325,38 +324,30 @@ def _learned_rates(excerpt: Excerpt) -> Mapping[str, float]:
         raise LacksError(f"lacks forward passes to train on: {error}") from None
     policies = (learned.LEARNED, *RIVALS)
     parameters = {learned.LEARNED: network._asdict()}
-    judged = learned.evaluate(policies, held_out, shape, slots, parameters)
-    # No accesses at all count as no hits, and give no gain below.
-    return {row["policy"]: row["hit_rate"] or 0.0 for row in judged}
-
-
-def learned_gain(excerpt: Excerpt, over: str, *, copies: bool = False) -> float:
-    """Hit rate of the learned cache above a rival's, or copies below its, in % of
-    those.
-    """
-    rates = _learned_rates(excerpt)
-    ours, rival = rates[learned.LEARNED], rates[over.lower()]
-    # Every miss is one copy.
-    if copies:
-        return _compared("reduction", 1.0 - ours, 1.0 - rival)
-    return _compared("gain", ours, rival)
+    figures = {}
+    for row in learned.evaluate(policies, held_out, shape, slots, parameters):
+        # No accesses at all count as no hits, and give no gain.
+        hits = row["hit_rate"] or 0.0
+        figures[f"hits {row['policy']}"] = 100.0 * hits
+        figures[f"misses {row['policy']}"] = 100.0 * (1.0 - hits)
+    return figures
 
 
 # -- systems on a machine, and their parts ---------------------------------------------
 
 
-@_shared
-def _run(excerpt: Excerpt, options: tuple[tuple[str, Any], ...]) -> Run:
-    return excerpt.replayed(**dict(options))
-
-
-def replayed(excerpt: Excerpt, metric: str, *, near: int = 1, **options: Any) -> float:
+def replayed(
+    excerpt: Excerpt,
+    metric: str,
+    near: int = 1,
+    columns: Sequence[str] = (),
+    **options: Any,
+) -> float:
     """A rate of a run in %, with options of `moesim.replay`; `near` is its batch, or
     the largest that the trace has sequences for.
     """
-    columns = tuple(options.pop("columns", ()))
-    options |= {"batch": excerpt.batch_near(near), "columns": columns}
-    rate = _run(excerpt, tuple(sorted(options.items()))).metrics[metric]
+    excerpt.need(*columns)
+    rate = excerpt.replayed(batch=excerpt.batch_near(near), **options).metrics[metric]
     # Some are rates of GPU-assigned experts, of which there may be none.
     if rate is None:
         raise LacksError(
@@ -365,20 +356,12 @@ def replayed(excerpt: Excerpt, metric: str, *, near: int = 1, **options: Any) ->
     return 100.0 * float(rate)
 
 
-def compared(
-    excerpt: Excerpt, how: str, of: Mapping[str, Any], over: Mapping[str, Any]
-) -> float:
-    """One run's rate against another's, such as their ``difference`` or ``gain``."""
-    return _compared(how, replayed(excerpt, **of), replayed(excerpt, **over))
-
-
 LAST_QUARTER = 0.75
 
 
 def best_late_step(excerpt: Excerpt, batch: int, **options: Any) -> float:
     """Highest hit rate over GPU-assigned experts of one step in the last quarter."""
-    if batch > excerpt.sequences:
-        raise LacksError(f"lacks sequences: batches of {batch} want as many")
+    excerpt.need_sequences(batch)
     run = excerpt.replayed(batch=batch, **options)
     accesses = run.timeline.access_frame()
     is_late = accesses["step"] >= LAST_QUARTER * run.metrics["steps"]
@@ -389,24 +372,17 @@ def best_late_step(excerpt: Excerpt, batch: int, **options: Any) -> float:
     return 100.0 * float(rates.max())
 
 
-def batch_near(excerpt: Excerpt, size: int) -> float:
-    """The batch of other rows."""
-    return float(excerpt.batch_near(size))
-
-
 DALI = System(assignment="greedy", cache="workload-window:window=4,swaps=8")
 """Over half of the experts (its figure 12)."""
 DECODED = 32
 """Decode steps behind DALI's table 4."""
 
 
-@_shared
-def _greedy_grades(excerpt: Excerpt, batch: int) -> Grades:
-    """Modelled times of greedy and of the exact optimum, for one and the same states of
-    the machine.
+def greedy(excerpt: Excerpt, batch: int) -> Mapping[str, float]:
+    """Modelled time in % that greedy loses to the exact optimum for one and the same
+    states of the machine: ``loss`` of all layer steps, ``largest`` of the worst one.
     """
-    if batch > excerpt.sequences:
-        raise LacksError(f"lacks sequences: batches of {batch} want as many")
+    excerpt.need_sequences(batch)
     grades = Grades()
     replays = decode_replays(
         excerpt.trace,
@@ -421,19 +397,11 @@ def _greedy_grades(excerpt: Excerpt, batch: int) -> Grades:
     replays.replay_s({}, grades)
     if not grades.least_s:
         raise LacksError(f"lacks decode steps of {batch} sequences")
-    return grades
-
-
-def greedy_loss(excerpt: Excerpt, batch: int) -> float:
-    """Modelled time that greedy loses to the optimum."""
-    grades = _greedy_grades(excerpt, batch)
-    return percent(grades.chosen_s - grades.least_s, grades.chosen_s)
-
-
-def largest_loss(excerpt: Excerpt, batch: int) -> float:
-    """The same of its worst layer step."""
-    # Grades are ratios to the optimum: 1.25 means that a fifth is lost.
-    return 100.0 * (1.0 - 1.0 / max(_greedy_grades(excerpt, batch).modelled))
+    return {
+        "loss": percent(grades.chosen_s - grades.least_s, grades.chosen_s),
+        # Grades are ratios to the optimum: 1.25 means that a fifth is lost.
+        "largest": 100.0 * (1.0 - 1.0 / max(grades.modelled)),
+    }
 
 
 def best_quality(excerpt: Excerpt, batches: Sequence[int]) -> float:
@@ -441,7 +409,10 @@ def best_quality(excerpt: Excerpt, batches: Sequence[int]) -> float:
     there is.
     """
     fitting = [each for each in batches if each <= excerpt.sequences]
-    losses = [greedy_loss(excerpt, each) for each in fitting or [excerpt.sequences]]
+    losses = [
+        figure(excerpt, {"greedy": {"batch": batch, "figure": "loss"}})
+        for batch in fitting or [excerpt.sequences]
+    ]
     return 100.0 - min(losses)
 
 
@@ -469,26 +440,25 @@ def _pairs(step: RoutedStep) -> Iterator[tuple[RoutedLayer, RoutedLayer]]:
             yield layer, following
 
 
-def accuracy(excerpt: Excerpt, method: str, top: int, batch: int) -> float:
-    """Share in % of the top k by predicted workload that are top k by true workload,
-    mean over layer steps.
+def accuracy(
+    excerpt: Excerpt, method: str, batch: int, *, near: bool = False
+) -> Mapping[str, float]:
+    """By k of `TOP`: share in % of the top k by predicted workload that are top k by
+    true workload, mean over layer steps.
 
     EdgeMoE's table is counted on the first half of the decode steps, and every method
     is judged on the second half.
 
+    Args:
+        excerpt: of a trace.
+        method: of `PREDICTORS`.
+        batch: sequences.
+        near: take the largest batch that the trace has sequences for, if it has fewer.
+
     Source: DALI's definition, reference algorithms, section 1.6.
     """
-    return _accuracies(excerpt, method, batch)[top]
-
-
-def accuracy_near(excerpt: Excerpt, method: str, top: int, near: int) -> float:
-    """The same at that batch, or the largest that the trace has sequences for."""
-    return accuracy(excerpt, method, top, excerpt.batch_near(near))
-
-
-@_shared
-def _accuracies(excerpt: Excerpt, method: str, batch: int) -> Mapping[int, float]:
     experts = excerpt.shape.experts
+    batch = excerpt.batch_near(batch) if near else batch
     column = PREDICTORS[method]
     columns = () if column is None else (column,)
     excerpt.need(*columns)
@@ -519,11 +489,10 @@ def _accuracies(excerpt: Excerpt, method: str, batch: int) -> Mapping[int, float
             judged += 1
     if not judged:
         raise LacksError(f"lacks decode steps of {batch} sequences")
-    return {count: percent(matches[count], count * judged) for count in TOP}
+    return {f"{count}": percent(matches[count], count * judged) for count in TOP}
 
 
-@_shared
-def next_layer(excerpt: Excerpt, column: str) -> Mapping[str, float]:
+def foreseen(excerpt: Excerpt, method: str = "HybriMoE") -> Mapping[str, float]:
     """Compare a token's predicted experts with its true ones in decode, in %.
 
     Returns:
@@ -531,6 +500,7 @@ def next_layer(excerpt: Excerpt, column: str) -> Mapping[str, float]:
         whose best prediction is the best expert; ``active``: whose best prediction is
         any of its experts.
     """
+    column = str(PREDICTORS[method])
     shared = best = active = tokens = chosen = 0
     for step in excerpt.decode(column):
         for layer, following in _pairs(step):
@@ -549,11 +519,6 @@ def next_layer(excerpt: Excerpt, column: str) -> Mapping[str, float]:
         "best": percent(best, tokens),
         "active": percent(active, tokens),
     }
-
-
-def foreseen(excerpt: Excerpt, which: str, method: str = "HybriMoE") -> float:
-    """One of the shares of `next_layer`."""
-    return next_layer(excerpt, str(PREDICTORS[method]))[which]
 
 
 # -- routing before any policy ---------------------------------------------------------
@@ -586,3 +551,22 @@ def touched(excerpt: Excerpt, tokens: int) -> float:
     if not shares:
         raise LacksError(f"lacks sequences of {tokens} tokens")
     return 100.0 * float(np.mean(shares))
+
+
+STATISTICS: dict[str, Callable[..., Any]] = {
+    "hit_rate": hit_rate,
+    "lru_and_belady": lru_and_belady,
+    "better_victims": better_victims,
+    "learned_cache": learned_cache,
+    "replayed": replayed,
+    "best_late_step": best_late_step,
+    # The batch of other rows.
+    "batch_near": Excerpt.batch_near,
+    "greedy": greedy,
+    "best_quality": best_quality,
+    "accuracy": accuracy,
+    "foreseen": foreseen,
+    "similarity": similarity,
+    "touched": touched,
+}
+"""By the names in ``data/papers.yaml``."""

@@ -243,6 +243,18 @@ def timing_free(policies: Policies) -> bool:
     return policies.names.get("prefetch") == "none" and not own_replacements
 
 
+def decisions(timeline: Timeline) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Who computed what from where, and the copies of experts that were awaited."""
+    place = ["step", "layer", "expert"]
+    spans = timeline.frame()
+    accesses = timeline.access_frame().sort_values(place)
+    copies = spans[spans["kind"] == "fetch"].sort_values(place)
+    return (
+        accesses[[*place, "lane", "state"]].to_numpy().tolist(),
+        copies[place].to_numpy().tolist(),
+    )
+
+
 class _PlannedCell(NamedTuple):
     """A cell with what fills it."""
 
@@ -391,7 +403,7 @@ class _Grid:
         run_s = time.monotonic() - begin_s
         # The same simulation answers for all repetitions.
         if not cell.predicted:
-            self._predict(cell, shape, trial)
+            self._predict(cell, shape, trial, timeline)
         return run_s
 
     def left_out(self) -> str:
@@ -406,7 +418,9 @@ class _Grid:
             parts.append(f"{repetitions - fewest} of {repetitions} repetitions")
         return " and ".join(parts)
 
-    def _predict(self, cell: Cell, shape: ModelShape, trial: Trial) -> None:
+    def _predict(
+        self, cell: Cell, shape: ModelShape, trial: Trial, measured: Timeline
+    ) -> None:
         # With means, every maximum over lanes comes out too early; the mean over draws
         # is the prediction, and the means are kept to show by how much.
         means = simulate(trial, shape, self._profile, seed=self._seed)
@@ -419,6 +433,7 @@ class _Grid:
 
         cell.predicted = _averaged([_figures(timeline) for timeline in timelines])
         cell.means_tpot_s = summarise(means)["tpot_s"]
+        cell.decisions_equal = decisions(measured) == decisions(means)
         by_term = [terms_by_step(timeline) for timeline in timelines]
         for term in TERMS:
             mean_s = np.mean([seconds[term] for seconds in by_term], axis=0)

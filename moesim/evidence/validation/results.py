@@ -38,6 +38,7 @@ HIT_COUNTS = ("hits", "delayed_hits", "misses")
 _PREDICTED = (
     "predicted",
     "means_tpot_s",
+    "decisions_equal",
     "predicted_steps_s",
     "predicted_terms_s",
 )
@@ -76,6 +77,8 @@ class Cell:
         drift: by term, by how much longer the reference run that is most like this cell
             took meanwhile than when the profile was calibrated; None where that is
             unknown.
+        decisions_equal: whether the first repetition computed every expert where, and
+            made the copies that, the simulation with mean operation times did.
     """
 
     coordinates: Coordinates
@@ -88,6 +91,7 @@ class Cell:
     predicted_steps_s: list[float] = field(default_factory=list)
     predicted_terms_s: dict[str, list[float]] = field(default_factory=dict)
     drift: dict[str, float] | None = None
+    decisions_equal: bool | None = None
 
     @property
     def is_known(self) -> bool:
@@ -222,6 +226,7 @@ class Cell:
             "noise_floor": self.noise_floor(),
             "repetitions_differ": self.repetition_difference(),
             "hits_equal": self.hits_equal(),
+            "decisions_equal": self.decisions_equal,
             "tost": self._equivalence(),
             "terms": self.term_errors(),
         }
