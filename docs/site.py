@@ -33,7 +33,7 @@ GROUPS = {
     " Run",
     "Questions": "compare Comparison gap hit_rates quality search sensitivity",
     "Sweeps": "sweep results query ranking",
-    "Answers and figures": "answer Answer Figure style line_figure write_perfetto",
+    "Answers and figures": "answer Answer Figure style write_perfetto",
     "Traces": "Trace open_trace record load_model import_trace export_trace synth"
     " predict Timeline",
     "Machines": "HardwareProfile list_profiles load_profile save_profile",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moesim.questions.search import search
     from moesim.questions.sensitivity import sensitivity
     from moesim.reporting.answers import Answer
-    from moesim.reporting.figures import Figure, line_figure, style
+    from moesim.reporting.figures import Figure, style
     from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
     from moesim.runs.config_file import load_config
     from moesim.runs.replay import replay, replay_cache
@@ -82,7 +82,6 @@ __all__ = [
     "gap",
     "hit_rates",
     "import_trace",
-    "line_figure",
     "list_policies",
     "list_profiles",
     "load_config",

@@ -135,8 +135,8 @@ class Advice:
         """Which settings are fastest, as text, page, JSON and figures."""
         return advice_answer(self)
 
-    def _repr_html_(self) -> str:
-        return self.answer()._repr_html_()
+    def _repr_markdown_(self) -> str:
+        return self.answer()._repr_markdown_()
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class FlagsAnswer:
         """What the line does, as text, page and JSON."""
         return flags_answer(self)
 
-    def _repr_html_(self) -> str:
-        return self.answer()._repr_html_()
+    def _repr_markdown_(self) -> str:
+        return self.answer()._repr_markdown_()
 
 
 # Words.

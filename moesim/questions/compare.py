@@ -77,8 +77,8 @@ class Comparison:
         policies = self.table["candidate"].nunique()
         return f"<Comparison of {policies} policies, {len(self.runs)} runs>"
 
-    def _repr_html_(self) -> str:
-        return self.answer()._repr_html_()
+    def _repr_markdown_(self) -> str:
+        return self.answer()._repr_markdown_()
 
 
 @takes_options(RunConfig, without=["policy"])

@@ -19,7 +19,7 @@ import pandas as pd
 
 from moesim.base.options import default_of, flag_of, option_of
 from moesim.base.units import format_bytes, is_missing, ms, number, percent
-from moesim.questions.timeline import course_drawn, placement_drawn, run_sections
+from moesim.questions.timeline import course_drawn, run_sections
 from moesim.reporting.answers import Answer
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
 from moesim.reporting.parts import (
@@ -41,20 +41,16 @@ from moesim.runs.sweeps.ranking import (
     competing_axes,
     ranking,
 )
-from moesim.runs.sweeps.rows import DETAILS, FULL_SHARE, NEVER_USED
+from moesim.runs.sweeps.rows import DETAILS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from moesim.runs.result import Run
 
 MOST_CELLS = 40
 """Settings that a terminal shows one by one; a page and the table hold all of them."""
 
-MOST_PLACES = 150_000
-"""Cells of placements that a page holds; beyond it only the fastest runs have them."""
-
-GIB = 2**30
 ALL = "all"
 MEMORY_AXES = ("cache_ratio", "slots_per_layer", "gpu_memory_bytes")
 
@@ -107,8 +103,9 @@ def ranked_answer(
         table: of `moesim.ranking`; None makes it.
     """
     table = ranking(frame) if table is None else table
+    runs = runs or {}
     cells: list[str] = table.attrs["cells"]
-    shown = table[[n for n in table.columns if n not in (*DETAILS, "run")]]
+    shown = table.drop(columns=[*DETAILS, "run"], errors="ignore")
     winners = table.loc[table["fastest"], [*cells, "candidate"]]
     traces = map(trace_words, frame["trace"], frame["trace_digest"])
     models, machines = (", ".join(frame[name].unique()) for name in ("model", "hw"))
@@ -116,16 +113,16 @@ def ranked_answer(
         "times" if cells else "policies": lambda: _times_drawn(table),
         "memory": lambda: _memory_drawn(table),
     }
-    if runs is not None and not cells:
+    if runs and not cells:
         figures["passes"] = lambda: course_drawn(runs)
     answer = Answer(
         question=f"which policy is fastest{' where' if cells else ''}?",
         subject=f"{models} on {machines}",
-        setting=_setting(frame, table, models, machines),
+        setting=_setting(frame, table.attrs["axes"], models, machines),
         tables=[_winners(table), _how_often(table)]
         if cells
         else [_policies_table(table)],
-        sentences=_sentences(table, runs),
+        sentences=[_fastest(table)],
         notes=_notes(table, runs),
         figures=figures,
         data={
@@ -139,16 +136,15 @@ def ranked_answer(
         listed = [line for text in frame["warnings"] for line in json.loads(text)]
         answer.warnings = list(dict.fromkeys(listed))
         answer.on_page = lambda: _sections(frame, table, runs)
-    if runs is not None:
-        answer.data |= _runs_data(table, runs)
+    if runs:
+        answer.data |= _runs_data([*cells, "policy"], runs)
         configs = {str(name): run.config for name, run in runs.items()}
         answer.settings = json.dumps(configs, indent=1)
     return answer
 
 
-def _runs_data(table: pd.DataFrame, runs: Mapping[Any, Run]) -> dict[str, Any]:
+def _runs_data(heads: Sequence[str], runs: Mapping[Any, Run]) -> dict[str, Any]:
     """Every run, and the bound of the fastest of one setting, for JSON."""
-    heads = [*table.attrs["cells"], "policy"]
     listed = [
         dict(zip(heads, [key] if isinstance(key, str) else key, strict=True))
         | run.to_json()
@@ -163,10 +159,9 @@ def _runs_data(table: pd.DataFrame, runs: Mapping[Any, Run]) -> dict[str, Any]:
 
 
 def _setting(
-    frame: pd.DataFrame, table: pd.DataFrame, models: str, machines: str
+    frame: pd.DataFrame, axes: Sequence[str], models: str, machines: str
 ) -> list[tuple[str, str]]:
     """What all runs share, and over what they were multiplied."""
-    axes: list[str] = table.attrs["axes"]
     first = frame.iloc[0]
     counts = [
         f"{frame[name].nunique(dropna=False)} x {column(name).head}" for name in axes
@@ -177,11 +172,11 @@ def _setting(
         ("machine", f"{machines} ({', '.join(frame['hw_kind'].unique())} profile)"),
         ("runs", f"{len(frame)}{over}"),
     ]
-    if not any(name in axes for name in MEMORY_AXES):
+    if not set(axes) & set(MEMORY_AXES):
         given = [
             f"{column(name).head} {axis_value(name, first[name])}"
             for name in MEMORY_AXES
-            if frame[name].notna().all()
+            if not is_missing(first[name])
         ]
         held = sorted({frame["cache_bytes"].min(), frame["cache_bytes"].max()})
         caches = " to ".join(format_bytes(int(size)) for size in held)
@@ -202,106 +197,66 @@ def time_words(table: pd.DataFrame) -> str:
 # Sentences.
 
 
-def _sentences(table: pd.DataFrame, runs: Mapping[Any, Run] | None) -> list[str]:
+def _fastest(table: pd.DataFrame) -> str:
     """Who is fastest, and what limits it."""
     causal = table[~table["oracle"]]
     words = f"fastest {time_words(table)}"
     if causal.empty:
-        return ["every policy sees the future, so none is a rival"]
+        return "every policy sees the future, so none is a rival"
     cells: list[str] = table.attrs["cells"]
     if cells and (count := len(table[cells].drop_duplicates())) > 1:
         tied = table[table["tied"]].groupby(cells, sort=False, dropna=False)
         wins = tied["candidate"].agg(" = ".join).value_counts().items()
-        return [f"{words}: {', '.join(f'{who} in {n} of {count}' for who, n in wins)}"]
-    best = causal.iloc[0].to_dict()
-    name = best["candidate"]
+        return f"{words}: {', '.join(f'{who} in {n} of {count}' for who, n in wins)}"
     near = causal[causal["tied"]].to_dict("records")
-    busy = f"{best['busiest']} works {percent(best['busiest_share'], 0)} of the time"
+    each = ", ".join(f"{row['candidate']} {_speed(row)}" for row in near)
     if len(near) > 1:
-        each = ", ".join(f"{row['candidate']} {_speed(row)}" for row in near)
-        lines = [f"a tie {time_words(table)}: {each}"]
-    else:
-        lines = [f"{words}: {name}, {_speed(best)}; its {busy}"]
-    if len(causal) > 1 and causal["behind"].max() <= LEAST_LEAD:
-        why = _why_alike(best, (runs or {}).get(name))
-        lines.append(f"all within 1 %: under {name} {busy}{why}")
-    # A long prompt can hide who generates faster, and the other way round.
-    shortest = causal.sort_values("makespan_s", kind="stable").iloc[0]
-    if best["makespan_s"] > shortest["makespan_s"] * (1 + LEAST_LEAD):
-        lines.append(
-            f"fastest with prompts included: {shortest['candidate']},"
-            f" {ms(shortest['makespan_s'])} where {name} takes"
-            f" {ms(best['makespan_s'])}"
-        )
-    return lines
+        return f"a tie {time_words(table)}: {each}"
+    best = causal.iloc[0]
+    return (
+        f"{words}: {best['candidate']}, {_speed(best)}; its {best['busiest']} works"
+        f" {percent(best['busiest_share'], 0)} of the time"
+    )
 
 
-def _speed(row: Mapping[Any, Any]) -> str:
+def _speed(row: Any) -> str:
     """Tokens per second, or seconds of the whole run, of one run."""
     rate = row["decode_tokens_per_s"]
     return ms(row["seconds"]) if is_missing(rate) else f"{number(rate)} tokens/s"
 
 
-def _why_alike(best: Mapping[Any, Any], run: Run | None) -> str:
-    """Why all policies take the same time: what the fastest one's busiest lane does."""
-    spans = pd.DataFrame() if run is None else run.timeline.frame()
-    if run is None or spans.empty:
-        return ""
-    spans = spans[(spans["lane"] == best["busiest"]) & (spans["kind"] == "dense")]
-    dense_s = float((spans["end_s"] - spans["start_s"]).sum())
-    dense = dense_s / (run.metrics["makespan_s"] or 1.0)
-    if dense < best["busiest_share"] / 2:
-        return ", most of it on experts"
-    return (
-        f", {percent(dense, 0)} on attention, norms, gates and launches, which no"
-        " policy changes"
-    )
+_MARKS = {
+    "oracle": "sees the future, so it is a bound and no rival",
+    "routing_altered": "changes the routing, so answers differ",
+    "approximate": "computes experts before their gate, or adds them a layer late, so"
+    " answers differ",
+    "warm_tpot_s": "much was copied only to fill an empty cache; begun full: the time"
+    " per token with this trace's most used experts there at the start",
+}
+"""Columns that set a policy apart, and what they say of it."""
 
 
-def _notes(table: pd.DataFrame, runs: Mapping[Any, Run] | None) -> list[str]:
+def _notes(table: pd.DataFrame, runs: Mapping[Any, Run]) -> list[str]:
     """What a reader must know before believing a ranking."""
-    lines = [_certainty(table), *_start_notes(table)]
-    for row in table[table["oracle"]].drop_duplicates("candidate").to_dict("records"):
-        parts = _oracles_of(row)
-        lines.append(
-            f"{row['candidate']}: sees the future{f' ({parts})' if parts else ''},"
-            " so it is a bound and no rival"
-        )
-    marks = {
-        "routing_altered": "changes the routing, so answers differ",
-        "approximate": "computes experts before their gate, or adds them a layer late,"
-        " so answers differ",
-    }
-    for mark, words in marks.items():
-        marked = table[table[mark].fillna(0).astype(bool)]
+    lines = [_certainty(table)]
+    for mark in table.columns.intersection(list(_MARKS)):
+        marked = table.loc[table[mark].fillna(0).astype(bool), "candidate"].unique()
         if len(marked):
-            lines.append(f"{', '.join(marked['candidate'].unique())}: {words}")
+            lines.append(f"{', '.join(marked)}: {_MARKS[mark]}")
     lines += [
         f"bound: {name} is {run.bound.words(run.metrics['makespan_s'])}"
-        for name, run in (runs or {}).items()
+        for name, run in runs.items()
         if run.bound is not None
     ]
     return [*lines, "hit rate: of active experts, those that the CPU computes included"]
-
-
-def _oracles_of(row: Mapping[Any, Any]) -> str:
-    """The parts of a policy that see the future."""
-    # Finding a policy imports it; few comparisons have one of these.
-    from moesim.policies.registry import resolve  # noqa: PLC0415
-
-    return ", ".join(
-        f"{part} {row[part]}"
-        for part in ("assignment", "cache", "prefetch", "routing")
-        if resolve(row[part], part).oracle
-    )
 
 
 def _certainty(table: pd.DataFrame) -> str:
     """How certain the order is."""
     samples = int(table["samples"].min())
     count = int(table["runs"].max())
-    errors = table["prediction_error"].dropna()
-    lead = float(errors.max()) if len(errors) else LEAST_LEAD
+    error = table["prediction_error"].astype(float).max()
+    lead = LEAST_LEAD if is_missing(error) else error
     alike = f"times less than {percent(lead, 0)} apart are called a tie"
     if table["low_s"].notna().all():
         seeds = f" and {count} seeds" if count > 1 else ""
@@ -309,32 +264,12 @@ def _certainty(table: pd.DataFrame) -> str:
             f"95 % intervals over {samples} batches{seeds}; what they cannot tell"
             f" apart, and {alike}"
         )
-    counts = f"{samples} and {count}"
     # Such seeds repeat one run.
-    if max(samples, count) >= LEAST_SAMPLES:
-        counts += ", which change nothing"
+    repeated = max(samples, count) >= LEAST_SAMPLES
     return (
-        f"no intervals: they need {LEAST_SAMPLES} batches or seeds, got {counts};"
-        f" {alike}"
+        f"no intervals: they need {LEAST_SAMPLES} batches or seeds, got {samples} and"
+        f" {count}{', which change nothing' if repeated else ''}; {alike}"
     )
-
-
-def _start_notes(table: pd.DataFrame) -> list[str]:
-    """Runs of which much shows how their caches began."""
-    started = table[~table["oracle"]].drop_duplicates("candidate")
-    lines = []
-    groups = started.groupby("begins", sort=False)["candidate"].agg(", ".join)
-    if len(groups) > 1:
-        each = "; ".join(f"{words}: {who}" for words, who in groups.items())
-        lines.append(f"caches did not begin alike: {each}")
-    if "warm_tpot_s" in started:
-        lines += [
-            f"{row['candidate']}: {percent(row['filling_share'], 0)} of its copies"
-            " filled an empty cache; begun full of this trace's most used experts it"
-            f" takes {ms(row['warm_tpot_s'])} per token"
-            for row in started.dropna(subset="warm_tpot_s").to_dict("records")
-        ]
-    return lines
 
 
 # Tables.
@@ -381,11 +316,10 @@ def _winners(table: pd.DataFrame) -> Listing:
     frame = rows.groupby(cells, sort=False)[["run", "candidate"]].first()
     # In the order of their times, which is no order for certain.
     frame["fastest"] = tied["candidate"].agg(" = ".join)
-    frame["fastest"] = frame["fastest"].fillna(frame["candidate"])
+    frame["fastest"] = frame["fastest"].fillna(frame.pop("candidate"))
     frame["lead"] = slower["behind"].first()
     frame["second"] = slower["candidate"].first()
     times = rows.pivot_table(index=cells, columns="candidate", values="seconds")
-    frame = frame.drop(columns="candidate").join(times)
     columns = [
         *map(column, cells),
         Column("fastest", "fastest"),
@@ -394,7 +328,7 @@ def _winners(table: pd.DataFrame) -> Listing:
         *(Column(name, name, "s") for name in rows["candidate"].unique()),
     ]
     return Listing(
-        frame.reset_index(),
+        frame.join(times).reset_index(),
         columns,
         title=f"Who is fastest where, and time {time_words(table)}",
         note="Ties are in the order of their times.",
@@ -411,18 +345,9 @@ def _how_often(table: pd.DataFrame) -> Listing:
     rows = table.assign(
         alone=table["tied"] & (ties == 1), shared=table["tied"] & (ties > 1)
     )
-    frame = rows.groupby("candidate", sort=False).agg(
-        alone=("alone", "sum"),
-        shared=("shared", "sum"),
-        median=("behind", "median"),
-        worst=("behind", "max"),
-        oracle=("oracle", "any"),
-    )
-    frame = frame.sort_values("median", kind="stable").reset_index()
-    count = len(table[cells].drop_duplicates())
-    words = frame.astype({"alone": str, "shared": str})
-    words["alone"] += f" of {count}"
-    words.loc[frame["oracle"], ["alone", "shared"]] = ["sees the future", ""]
+    kept = {"alone": "sum", "shared": "sum", "median": "median", "worst": "max"}
+    rows = rows.assign(median=rows["behind"], worst=rows["behind"])
+    frame = rows.groupby("candidate", sort=False).agg(kept)
     columns = [
         column("candidate"),
         Column("alone", "fastest"),
@@ -430,43 +355,41 @@ def _how_often(table: pd.DataFrame) -> Listing:
         Column("median", "behind, median", "share"),
         Column("worst", "behind, worst", "share"),
     ]
-    return Listing(words, columns, title="How often")
+    frame = frame.sort_values("median", kind="stable").reset_index()
+    count = len(table[cells].drop_duplicates())
+    return Listing(frame, columns, title=f"How often, of {count} settings")
 
 
 # Figures.
-
-
-_SCALES = {"s": (1e3, "ms"), "bytes": (1 / GIB, "GiB"), "share": (1, "")}
 
 
 def _drawn(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, Axis], dict[str, Any]]:
     """Rows in units that people read, axes of their numbers, the first of the time that
     decides, and what all figures have in common.
     """
-    rows = table.assign(words=[ms(value) for value in table["seconds"]])
-    times = ["seconds", "low_s", "high_s"]
-    rows[times] *= 1e3
-    axes = {"seconds": Axis("seconds", f"ms {time_words(table)}", zero=True)}
-    for each in [*_metric_columns(table), *map(column, table.attrs["cells"])]:
+    cells: list[str] = table.attrs["cells"]
+    rows = table.assign(words=table["seconds"].map(ms))
+    rows[["low_s", "high_s"]] *= 1e3
+    time = Column("seconds", time_words(table), "s")
+    axes = {}
+    for each in [time, *_metric_columns(table), *map(column, cells)]:
         values = table[each.name]
         if values.dtype.kind not in "iuf" or values.isna().all():
             continue
-        scale, unit = _SCALES.get(each.unit, (1, each.unit))
-        unit = "share of all experts" if each.name == "cache_ratio" else unit
+        scale, unit = {"s": (1e-3, "ms"), "share": (1, "")}.get(
+            each.unit, (1, each.unit)
+        )
+        if unit == "bytes":
+            scale, unit = (2**30, "GiB") if values.max() >= 2**30 else (2**20, "MiB")
+        rows[each.name] = values.astype(float) / scale
         words = f"{each.head}, {unit}" if unit else each.head
         form = ".0%" if each.unit == "share" else ""
-        rows[each.name] = scale * values.astype(float)
         axes[each.name] = Axis(each.name, words, form, zero=True)
-    low, high = times[1:] if table["low_s"].notna().any() else (None, None)
-    measures = [axis for name, axis in axes.items() if name not in table.attrs["cells"]]
+    low, high = ("low_s", "high_s") if table["low_s"].notna().any() else (None, None)
+    measures = [axis for name, axis in axes.items() if name not in cells]
     hollow = frozenset(table.loc[table["oracle"], "candidate"])
     common = {"dashed": hollow, "low": low, "high": high, "measures": measures}
     return rows, axes, common
-
-
-def _foreseeing(common: Mapping[str, Any], looks: str) -> str:
-    """How to tell the policies that see the future, where there are some."""
-    return f"; {looks}: sees the future" if common["dashed"] else ""
 
 
 def _times_drawn(table: pd.DataFrame) -> Figure:
@@ -477,36 +400,29 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
     rows, axes, common = _drawn(table)
     time = axes["seconds"]
     if not cells:
-        others = common["measures"][1:]
         policies = names("candidate", "", table["candidate"])
         # Room for the words beside the longest bar.
         longest = float(np.nanmax(rows[["seconds", "high_s"]].to_numpy(float)))
         time = replace(time, limits=(0.0, 1.3 * longest))
         return Figure(
             rows, time, policies, "Time of every policy", mark="bar", text="words",
-            hover=[(each.column, each.words, each.form or ".4~g") for each in others],
             **common,
         )  # fmt: skip
-    memory = [name for name in cells if name in MEMORY_AXES]
-    across = memory[0] if memory else max(cells, key=lambda n: table[n].nunique())
-    others = [name for name in cells if name != across]
-    if others:
-        # A bare number does not say of what.
-        named = _worded(table, others)[others].apply(
-            lambda values: values.where(
-                ~values.str[0].str.isdigit(), f"{column(values.name).head} " + values
-            )
-        )
-        rows["panel"] = named.agg(", ".join, axis=1)
+    worded = _worded(table, cells)
+    across = max(cells, key=lambda n: (n in MEMORY_AXES, table[n].nunique()))
+    # A bare number does not say of what.
+    panels = [f"{column(n).head} " + worded[n] for n in cells if n != across]
+    if panels:
+        rows["panel"] = pd.concat(panels, axis=1).agg(", ".join, axis=1)
     if across in axes and table[across].notna().all():
         rows = rows.sort_values(across, kind="stable")
         x = replace(axes[across], zero=False)
     else:
-        rows[across] = _worded(table, [across])[across]
+        rows[across] = worded[across]
         x = names(across, column(across).head, rows[across])
     return Figure(
-        rows, x, time, f"Time of every policy{_foreseeing(common, 'dashed')}",
-        series="candidate", panel="panel" if others else None, **common,
+        rows, x, time, "Time of every policy",
+        series="candidate", panel="panel" if panels else None, **common,
     )  # fmt: skip
 
 
@@ -515,13 +431,11 @@ def _memory_drawn(table: pd.DataFrame) -> Figure:
     cells: list[str] = table.attrs["cells"]
     rows, axes, common = _drawn(table)
     rows[cells] = _worded(table, cells)[cells]
-    taken = table["gpu_bytes"].astype(float)
-    unit, words = (GIB, "GiB") if taken.max() >= GIB else (2**20, "MiB")
     return Figure(
-        rows.assign(memory=taken / unit),
-        Axis("memory", f"GPU memory that the run takes, {words}"),
+        rows,
+        replace(axes["gpu_bytes"], zero=False),
         replace(axes["seconds"], zero=False),
-        f"Time over memory of the GPU{_foreseeing(common, 'hollow')}",
+        "Time over memory of the GPU",
         mark="point",
         series="candidate",
         hover=[(name, column(name).head, "") for name in cells],
@@ -533,45 +447,52 @@ def _memory_drawn(table: pd.DataFrame) -> Figure:
 
 
 def _sections(
-    frame: pd.DataFrame, table: pd.DataFrame, runs: Mapping[Any, Run] | None
+    frame: pd.DataFrame, table: pd.DataFrame, runs: Mapping[Any, Run]
 ) -> list[Section]:
-    """Figures that follow choices, one run with its lanes and places, every run."""
-    sections = [Section("", [_times_drawn(table)])]
+    """Figures that follow choices, one run beside another, every run."""
     cells: list[str] = table.attrs["cells"]
-    if cells:
-        sections += _runs_beside(frame, table)
-    elif runs is not None and all(len(run.timeline.frame()) for run in runs.values()):
-        sections += run_sections({n: runs[n] for n in table["candidate"] if n in runs})
     # A system brings cache and prefetch, which tell candidates apart.
     axes = table.attrs["axes"] or ["policy"]
     shown = dict.fromkeys([*axes, "policy", "cache", "prefetch"])
     columns = [*map(column, shown), *_metric_columns(frame)]
     opens = list(range(len(frame))) if cells else []
     every = Listing(_worded(frame, axes), columns, title="Every run", opens=opens)
+    sections = [Section("", [_times_drawn(table)])]
+    if cells:
+        sections += _runs_beside(frame, table, every)
+    elif runs and all(len(run.timeline.frame()) for run in runs.values()):
+        sections += run_sections({n: runs[n] for n in table["candidate"] if n in runs})
     return [*sections, Section("Every run", [every])]
 
 
-def _runs_beside(frame: pd.DataFrame, table: pd.DataFrame) -> list[Section]:
+def _runs_beside(
+    frame: pd.DataFrame, table: pd.DataFrame, every: Listing
+) -> list[Section]:
     """Time over memory, and the run that is chosen beside another."""
     cells: list[str] = table.attrs["cells"]
-    runs = frame.reset_index(drop=True)
     competing = competing_axes(table.attrs["axes"])
-    runs = runs.assign(
-        run=runs.index,
-        candidate=[candidate(row, competing) for row in runs.to_dict("records")],
-        seconds=runs[table.attrs["measure"]].astype(float),
+    rows = frame.to_dict("records")
+    runs = frame.reset_index(drop=True).assign(
+        candidate=[candidate(row, competing) for row in rows],
+        seconds=frame[table.attrs["measure"]].to_numpy(float),
         low_s=np.nan,
         high_s=np.nan,
     )
+    runs["run"] = runs.index
     runs.attrs = table.attrs
     words = _worded(runs, cells)
-    parts = {}
-    for name in (*cells, "candidate"):
-        if name not in MEMORY_AXES:
-            options = [(each, each) for each in (ALL, *words[name].unique())]
-            parts[name] = Choice(f"at_{name}", column(name).head, options, ALL)
-    best = table[table["fastest"]].sort_values("seconds")["run"].tolist()
-    first = best[0] if best else 0
+    filters = {
+        name: Choice(
+            f"at_{name}",
+            column(name).head,
+            [(each, each) for each in (ALL, *words[name].unique())],
+            ALL,
+        )
+        for name in cells
+        if name not in MEMORY_AXES
+    }
+    best = table[table["fastest"]].sort_values("seconds")["run"]
+    first = best.iloc[0] if len(best) else 0
     # Another policy in the same setting; the first of all others where there is none.
     here = (words[cells] == words.loc[first, cells]).all(axis=1)
     order = [*words.index[here], *words.index]
@@ -582,51 +503,29 @@ def _runs_beside(frame: pd.DataFrame, table: pd.DataFrame) -> list[Section]:
         Choice("run", "run", options, str(first)),
         Choice("other_run", "beside", options, str(other)),
     ]
-    held, placed = _places(frame, [*best, *runs.sort_values("seconds")["run"]])
-    few = "" if held == len(frame) else " Only the fastest show their experts."
+    facts = replace(
+        every,
+        rows=every.frame.assign(again=[f"$ {_command(row)}" for row in rows]),
+        columns=[*every.columns, column("digest"), Column("again", "again")],
+    )
     lanes = _lanes_drawn(frame)
-    experts = [placement_drawn(placed)] if held else []
     return [
         Section(
             "What does memory buy?",
-            [
-                *parts.values(),
-                Shown(_memory_drawn(runs), parts, explores=True),
-            ],
-            "A point for each run; on the line, less memory means more time. A click on"
-            " a point opens its run, one on a name hides it. Drag to move, Ctrl and"
-            " wheel to zoom.",
+            [*filters.values(), Shown(_memory_drawn(runs), filters)],
+            "A point for each run. A click on a point opens its run, one on a name"
+            " hides it. Drag to move, Ctrl and wheel to zoom.",
         ),
         Section(
             "One run beside another",
             [
                 *beside,
-                *(_facts(frame, choice.name) for choice in beside),
+                *(Facts(choice.name, facts) for choice in beside),
                 *(Shown(lanes, {"at_run": choice}) for choice in beside),
-                *(Shown(each, {"policy": c}) for c in beside for each in experts),
             ],
-            "Opened on the fastest; choose others among the points or in the tables."
-            + few,
+            "Opened on the fastest; choose others among the points or in the tables.",
         ),
     ]
-
-
-_FACTS = (
-    *("policy", "cache", "prefetch", "model", "hw", "hw_kind", "begins"),
-    *("ttft_s", "tpot_s", "tpot_p95_s", "hit_rate_active", "gpu_bytes", "h2d_bytes"),
-    "digest",
-)
-"""What a page says of one run."""
-
-
-def _facts(frame: pd.DataFrame, choice: str) -> Facts:
-    """What each run was, and what came out."""
-    columns = list(map(column, _FACTS))
-    values = {
-        str(place): [*(c.cell(run[c.name]) for c in columns), f"$ {_command(run)}"]
-        for place, run in enumerate(frame.to_dict("records"))
-    }
-    return Facts(choice, [*(each.head for each in columns), "again"], values)
 
 
 def _exact(size_bytes: int) -> str:
@@ -654,16 +553,17 @@ def _command(run: Mapping[Any, Any]) -> str:
 def _lanes_drawn(frame: pd.DataFrame) -> Figure:
     """What every lane of each run did: a share of it busy, then waiting."""
     rows = []
-    for place, run in enumerate(frame.to_dict("records")):
-        lanes = json.loads(run["lanes"])
-        whole_s = run["makespan_s"] or 1.0
+    for place, (text, whole_s) in enumerate(
+        zip(frame["lanes"], frame["makespan_s"], strict=True)
+    ):
+        lanes = json.loads(text)
         for lane, busy_s in lanes["busy_s"].items():
-            busy = busy_s / whole_s
-            waits = (lanes["stall_s"].get(lane) or 0.0) / whole_s
-            rows.append((place, lane, "busy", 0.0, busy, busy))
-            rows.append((place, lane, "waits for copies", busy, busy + waits, waits))
-    heads = ["at_run", "lane", "what", "from", "to", "share"]
-    table = pd.DataFrame(rows, columns=heads)
+            ends_s = [0.0, busy_s, busy_s + (lanes["stall_s"].get(lane) or 0.0)]
+            start, busy, end = (each / (whole_s or 1.0) for each in ends_s)
+            rows.append((place, lane, "busy", start, busy))
+            rows.append((place, lane, "waits for copies", busy, end))
+    table = pd.DataFrame(rows, columns=["at_run", "lane", "what", "from", "to"])
+    table["share"] = table["to"] - table["from"]
     return Figure(
         table[table["share"] > 0],
         Axis("to", "share of the run", ".0%", limits=(0, 1)),
@@ -675,28 +575,3 @@ def _lanes_drawn(frame: pd.DataFrame) -> Figure:
         start="from",
         hover=[("share", "share", ".1%")],
     )
-
-
-def _places(frame: pd.DataFrame, order: Iterable[int]) -> tuple[int, pd.DataFrame]:
-    """Where every expert was, in the columns of `Run.placement`, of as many runs as a
-    page holds; and how many these are.
-    """
-    parts: list[pd.DataFrame] = []
-    count = 0
-    for place in dict.fromkeys(order):
-        run = frame.iloc[place]
-        on_gpu, resident = np.frombuffer(run["placement"], np.uint8).reshape(2, -1)
-        count += len(on_gpu)
-        if count > MOST_PLACES:
-            break
-        used = np.flatnonzero(on_gpu != NEVER_USED)
-        layer, expert = np.divmod(used, int(run["placement_experts"] or 1))
-        columns = {
-            "policy": str(place),
-            "layer": layer,
-            "expert": expert,
-            "on_gpu": on_gpu[used] / FULL_SHARE,
-            "resident": resident[used] / FULL_SHARE,
-        }
-        parts.append(pd.DataFrame(columns))
-    return len(parts), pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

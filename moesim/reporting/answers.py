@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.base.files import write_text
 from moesim.base.options import ConfigError
 from moesim.reporting.parts import Section
-from moesim.reporting.tables import aligned, facts_lines, markdown_table, small_table
+from moesim.reporting.tables import aligned, facts_lines, markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -143,13 +143,9 @@ class Answer:
         }
         return {**self.data, "answer": words}
 
-    def _repr_html_(self) -> str:
+    def _repr_markdown_(self) -> str:
         """The answer for a notebook."""
-        lines = [*self.sentences, *self.notes]
-        if self.facts or not self.tables:
-            return small_table([*self.setting, *self.facts], notes=lines)
-        first = self.tables[0]
-        return small_table(first.cells(), heads=first.heads(), notes=lines)
+        return self.markdown().partition("\n\n")[2]
 
     @property
     def title(self) -> str:

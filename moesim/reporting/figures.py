@@ -25,7 +25,7 @@ from moesim.base.files import write_bytes
 from moesim.base.options import PICTURES, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import pandas as pd
     from matplotlib.axes import Axes
@@ -129,9 +129,15 @@ class Figure:
     measures: Sequence[Axis] = ()
 
     @property
+    def side(self) -> str:
+        """Which field is measured: colour, or an axis of numbers."""
+        return "colour" if self.colour else "y" if self.y.order is None else "x"
+
+    @property
     def measured(self) -> Axis:
-        """What is measured: by colour, or along an axis of numbers."""
-        return self.colour or (self.y if self.y.order is None else self.x)
+        """What is measured."""
+        axis: Axis = getattr(self, self.side)
+        return axis
 
     @property
     def lies(self) -> bool:
@@ -175,10 +181,8 @@ class Figure:
             raise ConfigError(
                 f"measure: expected one of {', '.join(known) or 'none'}, got {column!r}"
             )
-        plain = replace(self, low=None, high=None, text=None)
-        if self.y.order is None:
-            return replace(plain, y=known[column])
-        return replace(plain, x=known[column])
+        other: dict[str, Any] = {self.side: known[column]}
+        return replace(self, low=None, high=None, text=None, **other)
 
     def draw(self, ax: Any = None, *, measure: str | None = None) -> Any:
         """Draw it.
@@ -289,11 +293,23 @@ def style(name: str) -> str:
 
 def _draw(figure: Figure, ax: Axes, known: Sequence[str]) -> None:
     """Draw one panel."""
+    from matplotlib import rcParams  # noqa: PLC0415 - as in `draw`
+
+    # Named now: a name such as C0 means what the style of its last reader says.
+    cycle = rcParams["axes.prop_cycle"].by_key().get("color", list(PALETTE))
+    series: Iterable[tuple[Any, pd.DataFrame]] = [(None, figure.rows)]
     if figure.mark == "cells":
+        series = []
         _draw_cells(figure, ax)
-    else:
-        for looks, rows in _series(figure, known):
-            _draw_series(figure, ax, rows, looks)
+    elif figure.series is not None:
+        series = figure.rows.groupby(figure.series, sort=False)
+    for name, rows in series:
+        place = 0 if name is None else known.index(str(name))
+        colour = figure.colours.get(str(name), cycle[place % len(cycle)])
+        looks: dict[str, Any] = {} if name is None else {"label": str(name)}
+        if figure.is_marked and name is not None:
+            looks["marker"] = MARKERS[place % len(MARKERS)]
+        _draw_series(figure, ax, rows, colour, looks)
     for side, value, words in figure.rules:
         line = ax.axhline if side == "y" else ax.axvline
         line(value, color=QUIET, linestyle="--", linewidth=1, label=words, zorder=0)
@@ -312,54 +328,29 @@ def _explain(figure: Figure, axes: Sequence[Axes]) -> None:
         axes[0].legend()
 
 
-def _series(
-    figure: Figure, known: Sequence[str]
-) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Rows of each series, with their looks."""
-    from matplotlib import rcParams  # noqa: PLC0415 - as in `draw`
-
-    # Named now: a name such as C0 means what the style of its last reader says.
-    cycle = rcParams["axes.prop_cycle"].by_key().get("color", list(PALETTE))
-    if figure.series is None:
-        yield {"color": cycle[0]}, figure.rows
-        return
-    for name, rows in figure.rows.groupby(figure.series, sort=False):
-        place = known.index(str(name))
-        colour = figure.colours.get(str(name), cycle[place % len(cycle)])
-        looks: dict[str, Any] = {"color": colour, "label": str(name)}
-        if figure.mark == "line" and name in figure.dashed:
-            looks["linestyle"] = "--"
-        if figure.is_marked:
-            looks["marker"] = MARKERS[place % len(MARKERS)]
-        yield looks, rows
-
-
 def _draw_series(
-    figure: Figure, ax: Axes, rows: pd.DataFrame, looks: dict[str, Any]
+    figure: Figure, ax: Axes, rows: pd.DataFrame, colour: str, looks: dict[str, Any]
 ) -> None:
     x = _places(figure.x, rows)
     y = _places(figure.y, rows)
-    colour = looks.pop("color")
     lies = figure.lies
+    foresees = looks.get("label") in figure.dashed
     if figure.mark == "bar" and lies:
         begin = 0.0 if figure.start is None else rows[figure.start].to_numpy(float)
         ax.barh(y, x - begin, left=begin, color=colour, **looks)
     elif figure.mark == "bar":
         ax.bar(x, y, color=colour, **looks)
     elif figure.mark == "line":
-        ax.plot(x, y, color=colour, **looks)
+        ax.plot(x, y, color=colour, linestyle="--" if foresees else None, **looks)
     else:
-        # What sees the future is hollow.
-        face = "none" if looks.get("label") in figure.dashed else colour
+        face = "none" if foresees else colour
         ax.scatter(x, y, facecolors=face, edgecolors=colour, **looks)
     if figure.low is not None:
-        ends = rows[[figure.low, figure.high]].to_numpy(float).T
-        middle = x if lies else y
-        reach = np.clip(np.abs(ends - middle), 0, None)
-        where = {"xerr" if lies else "yerr": reach}
+        low, high = rows[[figure.low, figure.high]].to_numpy(float).T
         ink = "black" if figure.mark == "bar" else colour
-        ax.errorbar(x, y, **where, fmt="none", ecolor=ink, elinewidth=1, zorder=3)
-        x = np.fmax(x, ends[1]) if lies else x
+        lines, at = (ax.hlines, y) if lies else (ax.vlines, x)
+        lines(at, low, high, color=ink, linewidth=1, zorder=3)
+        x = np.fmax(x, high) if lies else x
     if figure.text is not None:
         for across, down, words in zip(x, y, rows[figure.text], strict=True):
             ax.annotate(
@@ -404,42 +395,21 @@ def _places(axis: Axis, rows: pd.DataFrame) -> np.ndarray:
 
 def _dress(side: Any, axis: Axis, *, narrow: bool = False) -> None:
     """Labels, limits and scale of one side; long labels wrap where it is narrow."""
-    ax = side.axes
-    name = side.axis_name
+    ax, name = side.axes, side.axis_name
     words = textwrap.fill(axis.words, 24) if narrow else axis.words
-    getattr(ax, f"set_{name}label")(words)
+    ax.set(**{f"{name}label": words})
     if axis.order is not None:
         side.set_ticks(range(len(axis.order)), labels=axis.order)
         if name == "x" and sum(map(len, axis.order)) > 40:
             side.set_tick_params(rotation=20)
         return
     if axis.log:
-        getattr(ax, f"set_{name}scale")("log")
+        ax.set(**{f"{name}scale": "log"})
     if axis.form:
         side.set_major_formatter(_formatted(axis.form))
     if axis.integer and not axis.log:
         side.get_major_locator().set_params(integer=True)
     if axis.limits is not None:
-        getattr(ax, f"set_{name}lim")(*axis.limits)
+        ax.set(**{f"{name}lim": axis.limits})
     elif axis.zero and not axis.log:
-        getattr(ax, f"set_{name}lim")(**{"left" if name == "x" else "bottom": 0})
-
-
-def line_figure(
-    frame: pd.DataFrame, title: str, *, log: bool = False, ax: Axes | None = None
-) -> Axes:
-    """Draw a line for each column of a table over its index; return the Axes.
-
-    Args:
-        frame: numbers; the index has the name of the horizontal axis.
-        title: of the vertical axis.
-        log: both axes are logarithmic.
-        ax: Axes of matplotlib; None makes some.
-    """
-    across = str(frame.index.name)
-    rows = frame.melt(ignore_index=False, var_name="line", value_name="value")
-    rows = rows.rename_axis("across").reset_index()
-    x = Axis("across", across, log=log)
-    y = Axis("value", title, log=log)
-    axes: Axes = Figure(rows, x, y, f"{title} over {across}", series="line").draw(ax)
-    return axes
+        ax.set(**{f"{name}lim": (0, None)})

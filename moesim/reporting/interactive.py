@@ -1,9 +1,9 @@
 """Figures that answer when touched: the descriptions of `moesim.reporting.figures`
 through Altair, for pages.
 
-Hovering shows values, a click on a name in the legend hides it, and a figure follows
-the choices of its page. Altair writes the description only; ``vl-convert`` brings
-Vega's script, which pages carry.
+Hovering shows values, a click on a name in the legend hides it, points can be dragged
+and zoomed, and a figure follows the choices of its page. Altair writes the description
+only; ``vl-convert`` brings Vega's script, which pages carry.
 """
 
 from __future__ import annotations
@@ -28,24 +28,42 @@ if TYPE_CHECKING:
 Spec = dict[str, Any]
 Columns = dict[str, list[Any]]
 
-SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"]
 WIDTH = 760
 HEIGHT = 280
-NUMBERS = {
-    "decimal": ".", "thousands": ",", "grouping": [3], "currency": ["", ""],
-    "percent": " %",
-}  # fmt: skip
-"""How D3 writes numbers: per cent as in tables."""
 
 VERSION = "6.4"
 """Of Vega-Lite."""
+
+CONFIG = {
+    "background": None,
+    "font": "system-ui, Liberation Sans, sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridOpacity": 0.5, "labelFontSize": 11, "titleFontWeight": "normal"},
+    "legend": {"labelFontSize": 11, "titleFontWeight": "normal", "symbolLimit": 40},
+    "header": {"labelAnchor": "start", "labelFontSize": 12},
+    "title": {"anchor": "start", "fontWeight": "normal"},
+    "mark": {"color": PALETTE[0]},
+    "range": {"category": list(PALETTE)},
+    # How D3 writes numbers: per cent as in tables.
+    "locale": {
+        "number": {
+            "decimal": ".",
+            "thousands": ",",
+            "grouping": [3],
+            "currency": ["", ""],
+            "percent": " %",
+        }
+    },
+}
+"""How figures of pages look; the page's script adds Vega's theme for dark paper."""
 
 
 class Chart(NamedTuple):
     """A figure for a page.
 
     Attributes:
-        spec: Vega-Lite, without data.
+        spec: Vega-Lite, without the rows.
         data: columns by name, for each data source that `spec` names.
         label: what it shows, in a sentence.
         measures: columns and words that a reader can put onto the axis, the one that is
@@ -59,22 +77,22 @@ class Chart(NamedTuple):
     measures: Mapping[str, str] = {}
     can_log: bool = False
 
-
-def columns_of(frame: pd.DataFrame) -> Columns:
-    """A data frame as columns of what JSON can say."""
-    frame = frame.replace([np.inf, -np.inf], np.nan)
-    columns = frame.astype(object).where(frame.notna(), None)
-    return {str(name): columns[name].tolist() for name in frame}
+    @classmethod
+    def of(cls, chart: Any, label: str, *more: Any) -> Chart:
+        """What Altair describes."""
+        spec = chart.properties(description=label).to_dict()
+        spec = {name: spec[name] for name in spec if name not in ("$schema", "config")}
+        return cls(spec, more[0], label, *more[1:])
 
 
 def interactive(shown: Shown) -> Chart:
     """Put a figure onto a page."""
-    figure, where, explores = shown
+    figure, where = shown
     base: Any = alt.Chart(alt.NamedData("rows"))
     for column, choice in where.items():
         test = f"{choice.name} == 'all' || datum['{column}'] + '' == {choice.name}"
         base = base.transform_filter(test)
-    layers = _layers(figure, base, {"cursor": "pointer"} if explores else {})
+    layers = _layers(figure, base)
     if figure.series is not None and figure.mark != "cells":
         hidden = alt.selection_point(
             name="hidden", fields=[figure.series], bind="legend", toggle="true",
@@ -83,27 +101,23 @@ def interactive(shown: Shown) -> Chart:
         layers = [layer.transform_filter(~hidden) for layer in layers]
         # One layer carries it: a name may stand in a chart once.
         layers[-1] = layers[-1].add_params(hidden)
-    if explores:
+    if figure.mark == "point" and not figure.lies:
         layers[0] = layers[0].add_params(_dragged("zoom", ["x", "y"]))
-        layers.append(_front(figure, base))
+    empty = alt.Chart(alt.InlineData(values=[{}]))
     for side, value, words in figure.rules:
-        rule = alt.Chart(alt.NamedData("one")).mark_rule(strokeDash=[4, 3], color=QUIET)
+        rule = empty.mark_rule(strokeDash=[4, 3], color=QUIET)
         hover = alt.value(f"{words}: {value:.4g}")
         layers.append(rule.encode(**{side: alt.datum(value)}, tooltip=hover))
-    data = {"rows": columns_of(_used(shown)), "one": {"at": [0]}}
-    if figure.lines:
-        lines = [
-            pd.DataFrame({"x": across, "y": up, "words": words})
-            for across, up, words in figure.lines
-        ]
-        data["lines"] = columns_of(pd.concat(lines))
-        line = alt.Chart(alt.NamedData("lines")).mark_line(color=QUIET, strokeWidth=1)
-        x, y = _side(figure.x, alt.X, "x"), _side(figure.y, alt.Y, "y")
-        layers.append(line.encode(x=x, y=y, detail="words:N", tooltip="words:N"))
+    for across, up, words in figure.lines:
+        points = pd.DataFrame({figure.x.column: across, figure.y.column: up})
+        line = alt.Chart(points).mark_line(color=QUIET, strokeWidth=1)
+        x, y = _side(figure, figure.x), _side(figure, figure.y)
+        layers.append(line.encode(x=x, y=y, tooltip=alt.value(words)))
     chart = alt.layer(*layers)
     if len(panels := figure.panels()) > 1:
-        order = [name for name, _ in panels]
-        facet = alt.Facet(f"{figure.panel}:N", title=None, sort=order)
+        facet = alt.Facet(
+            f"{figure.panel}:N", title=None, sort=[name for name, _ in panels]
+        )
         chart = chart.properties(width=230, height=200)
         chart = chart.facet(facet=facet, columns=MOST_PANELS_ABREAST)
     else:
@@ -113,14 +127,31 @@ def interactive(shown: Shown) -> Chart:
     )
     offered = {axis.column: axis.words for axis in (figure.measured, *figure.measures)}
     can_log = figure.mark in {"line", "point"} and not figure.lies
-    return Chart(_spec(chart, figure.label), data, figure.label, offered, can_log)
+    data = {"rows": columns_of(figure.rows[_used(shown)])}
+    looks = {"line": "; dashed", "point": "; hollow"}.get(figure.mark)
+    future = f"{looks}: sees the future" if looks and figure.dashed else ""
+    return Chart.of(chart, figure.label + future, data, offered, can_log)
 
 
-def _spec(chart: Any, label: str) -> Spec:
-    spec: Spec = chart.properties(description=label).to_dict()
-    for name in ("$schema", "config", "datasets"):
-        spec.pop(name, None)
-    return spec
+def columns_of(frame: pd.DataFrame) -> Columns:
+    """A data frame as columns of what JSON can say."""
+    frame = frame.replace([np.inf, -np.inf], np.nan)
+    columns = frame.astype(object).where(frame.notna(), None)
+    return {str(name): columns[name].tolist() for name in frame}
+
+
+def _used(shown: Shown) -> list[Any]:
+    """The columns that a figure and its page need."""
+    figure = shown.figure
+    axes = (figure.x, figure.y, figure.measured, *figure.measures)
+    ends = (figure.low, figure.high, figure.start)
+    wanted = {
+        *(axis.column for axis in axes),
+        *(name for name, _, _ in figure.hover),
+        *(figure.series, figure.panel, figure.text, *ends),
+        *(*shown.where, "run"),
+    }
+    return [name for name in figure.rows if name in wanted]
 
 
 def timeline_chart(spans: Spans) -> Chart:
@@ -155,7 +186,7 @@ def timeline_chart(spans: Spans) -> Chart:
         chart = chart.add_params(alt.param(name=spans.choice, value=""))
         chart = chart.properties(title=alt.TitleParams(alt.expr(spans.choice)))
     empty: Columns = {name: [] for name in ("lane", "kind", "start", "end", "label")}
-    return Chart(_spec(chart, spans.label), {"spans": empty}, spans.label)
+    return Chart.of(chart, spans.label, {"spans": empty})
 
 
 def _dragged(name: str, axes: Any, **options: Any) -> Any:
@@ -173,70 +204,45 @@ def _height(figure: Figure) -> int:
     return HEIGHT
 
 
-def _layers(figure: Figure, base: Any, cursor: dict[str, str]) -> list[Any]:
+def _layers(figure: Figure, base: Any) -> list[Any]:
     """The marks of a figure, with intervals below and words above them."""
-    if figure.mark == "cells":
-        return [_cells(figure, base)]
-    placed = base.encode(x=_across(figure), y=_side(figure.y, alt.Y))
     looks = _looks(figure)
+    x, y = _side(figure, figure.x), _side(figure, figure.y)
+    placed = base.encode(x=x, y=y)
     marks = placed.encode(tooltip=_hover(figure), **looks)
+    if figure.mark == "cells":
+        return [marks.mark_rect()]
     foresees = f"indexof({sorted(figure.dashed)}, datum['{figure.series}']) >= 0"
     if figure.mark == "bar":
-        layer = _bars(figure, marks, cursor)
+        layer = marks.mark_bar(
+            clip=True, **{"height" if figure.lies else "width": {"band": 0.8}}
+        )
+        if figure.start is not None:
+            start = _side(figure, figure.x, figure.start)
+            layer = layer.encode(x=start, x2=figure.x.column)
     elif figure.mark == "line":
-        points = {"filled": True, "size": 36, **cursor}
-        layer = marks.mark_line(point=points if figure.is_marked else False)
+        points = {"filled": True, "size": 36}
         dashes = alt.condition(foresees, alt.value([5, 4]), alt.value([1, 0]))
+        layer = marks.mark_line(point=points if figure.is_marked else False)
         layer = layer.encode(strokeDash=dashes)
     else:
-        layer = marks.mark_point(size=70, strokeWidth=1.5, **cursor)
-        colour = looks.get("color", alt.value(PALETTE[0]))
         filled = alt.condition(foresees, alt.value(0.0), alt.value(0.75))
-        layer = layer.encode(fill=colour, fillOpacity=filled)
+        fill = looks.get("color", alt.value(PALETTE[0]))
+        cursor = "pointer" if "run" in figure.rows else "default"
+        layer = marks.mark_point(size=70, strokeWidth=1.5, cursor=cursor)
+        layer = layer.encode(fill=fill, fillOpacity=filled)
     layers = [layer]
     if figure.low is not None:
-        # A bar would hide half of it.
-        place = 1 if figure.mark == "bar" else 0
-        layers.insert(place, _interval(figure, base, looks))
+        # Before a bar, which would hide half of it; behind other marks.
+        layers.insert(figure.mark == "bar", _interval(figure, base, looks))
     if figure.text is not None:
-        above = 8 if figure.mark in {"line", "point"} else 0
-        words = placed.mark_text(align="left", dx=4, dy=-above)
+        words = placed.mark_text(align="left", dx=4, dy=-8 * (figure.mark != "bar"))
         if figure.high is not None and figure.lies:
             end = f"max(datum['{figure.x.column}'], datum['{figure.high}'])"
             words = words.transform_calculate(beyond=end)
-            words = words.encode(x=_side(figure.x, alt.X, "beyond"))
+            words = words.encode(x=_side(figure, figure.x, "beyond"))
         layers.append(words.encode(text=f"{figure.text}:N"))
     return layers
-
-
-def _bars(figure: Figure, marks: Any, cursor: dict[str, str]) -> Any:
-    across = "height" if figure.lies else "width"
-    bars = marks.mark_bar(clip=True, **{across: {"band": 0.8}}, **cursor)
-    if figure.start is None:
-        return bars
-    start = _side(figure.x, alt.X, figure.start)
-    return bars.encode(x=start, x2=figure.x.column)
-
-
-def _cells(figure: Figure, base: Any) -> Any:
-    """Cells, coloured by a column."""
-    shade = figure.measured
-    scale = alt.Scale(range=list(figure.shades))
-    if shade.limits is not None:
-        stops = np.linspace(*shade.limits, len(figure.shades)).tolist()
-        scale = alt.Scale(range=list(figure.shades), domain=stops, clamp=True)
-    legend = alt.Legend(titleLimit=260, format=shade.form)
-    colour = alt.Color(
-        f"{shade.column}:Q", title=shade.words, scale=scale, legend=legend
-    )
-    x, y = _steps(figure.x, alt.X), _steps(figure.y, alt.Y)
-    return base.mark_rect().encode(x=x, y=y, color=colour, tooltip=_hover(figure))
-
-
-def _steps(axis: Axis, channel: Any) -> Any:
-    """An axis with a place of its own for each whole number."""
-    ticks = alt.Axis(labelOverlap=True, labelAngle=0, ticks=False)
-    return channel(f"{axis.column}:O", title=axis.words, axis=ticks)
 
 
 def _interval(figure: Figure, base: Any, looks: dict[str, Any]) -> Any:
@@ -245,55 +251,64 @@ def _interval(figure: Figure, base: Any, looks: dict[str, Any]) -> Any:
     marks = marks.mark_area(opacity=0.2) if figure.mark == "line" else marks.mark_rule()
     if figure.mark != "bar" and looks:
         marks = marks.encode(color=looks["color"])
-    if not figure.lies:
-        low = _side(figure.y, alt.Y, figure.low)
-        return marks.encode(x=_across(figure), y=low, y2=figure.high)
-    low = _side(figure.x, alt.X, figure.low)
-    return marks.encode(x=low, x2=figure.high, y=_side(figure.y, alt.Y))
+    low = _side(figure, figure.measured, figure.low)
+    if figure.lies:
+        return marks.encode(x=low, x2=figure.high, y=_side(figure, figure.y))
+    return marks.encode(x=_side(figure, figure.x), y=low, y2=figure.high)
 
 
-def _across(figure: Figure) -> Any:
-    """The horizontal axis; bars have a place for each whole number."""
-    bars = figure.mark == "bar" and figure.x.integer
-    return (_steps if bars else _side)(figure.x, alt.X)
-
-
-def _side(axis: Axis, channel: Any, column: str | None = None) -> Any:
+def _side(figure: Figure, axis: Axis, column: str | None = None) -> Any:
     """An axis of a page's figure; `column` stands there in place of its own."""
+    channel = alt.X if axis is figure.x else alt.Y
     name = column or axis.column
     title = axis.words or None
     if axis.order is not None:
         is_tight = channel is alt.X and len(axis.order) > 4
         labels = alt.Axis(labelLimit=260, labelAngle=-20 if is_tight else alt.Undefined)
         return channel(f"{name}:N", title=title, sort=list(axis.order), axis=labels)
+    # Cells and bars have a place for each whole number.
+    if figure.mark == "cells" or (
+        figure.mark == "bar" and axis is figure.x and axis.integer
+    ):
+        ticks = alt.Axis(labelOverlap=True, labelAngle=0, ticks=False)
+        return channel(f"{name}:O", title=title, axis=ticks)
     # Room for marks at the edge, but none below zero.
-    scale: dict[str, Any] = {"zero": False, "padding": 8}
+    scale: dict[str, Any] = {"zero": axis.zero}
     if axis.limits is not None:
         scale = {"domain": list(axis.limits), "nice": False}
     elif axis.log:
         scale = {"type": "log", "padding": 8, "nice": False}
-    elif axis.zero:
-        scale = {"zero": True}
+    elif not axis.zero:
+        scale["padding"] = 8
     ticks = alt.Axis(format=axis.form or alt.Undefined)
     if axis.integer:
         ticks = alt.Axis(tickMinStep=1, format="d")
         # There is no layer before the first one.
-        scale |= {"nice": False}
+        scale["nice"] = False
     return channel(f"{name}:Q", title=title, scale=alt.Scale(**scale), axis=ticks)
 
 
 def _looks(figure: Figure) -> dict[str, Any]:
-    """Colour and shape by the names of the series."""
+    """Colour and shape: by the names of the series, or of cells by a column."""
+    shade = figure.colour
+    if shade is not None:
+        colours = list(figure.shades)
+        scale = alt.Scale(range=colours)
+        if shade.limits is not None:
+            stops = np.linspace(*shade.limits, len(colours)).tolist()
+            scale = alt.Scale(range=colours, domain=stops, clamp=True)
+        key = alt.Legend(titleLimit=260, format=shade.form)
+        name = f"{shade.column}:Q"
+        return {"color": alt.Color(name, title=shade.words, scale=scale, legend=key)}
     known = figure.names()
     if not known:
         return {}
-    name = f"{figure.series}:N"
-    # A band along a line would make the line's symbol as pale as itself.
-    legend: Any = alt.Legend(
-        orient="top", columns=4, title=None, labelLimit=320, symbolOpacity=1
-    )
-    if len(known) == 1:
-        legend = None
+    name, legend = f"{figure.series}:N", None
+    if len(known) > 1:
+        # A band along a line would make the line's symbol as pale as itself.
+        legend = alt.Legend(
+            orient="top", columns=4, title=None, labelLimit=320, symbolOpacity=1
+        )
     colours = [
         figure.colours.get(each, PALETTE[place % len(PALETTE)])
         for place, each in enumerate(known)
@@ -302,58 +317,27 @@ def _looks(figure: Figure) -> dict[str, Any]:
     looks: dict[str, Any] = {"color": alt.Color(name, scale=scale, legend=legend)}
     if figure.is_marked:
         # There may be more names than shapes: Vega begins again.
-        scale = alt.Scale(domain=known, range=list(SHAPES))
+        scale = alt.Scale(domain=known, range=SHAPES)
         looks["shape"] = alt.Shape(name, scale=scale, legend=legend)
     return looks
 
 
 def _hover(figure: Figure) -> list[Any]:
     """What hovering over a mark says."""
-    tips = {}
-    if figure.series is not None:
-        tips[figure.series] = alt.Tooltip(f"{figure.series}:N")
-    for axis in (figure.x, figure.y, figure.colour):
-        if axis is None:
-            continue
-        words = axis.words or axis.column
-        tip = alt.Tooltip(f"{axis.column}:N", title=words)
-        if axis.order is None:
-            form = axis.form or ".4~g"
-            tip = alt.Tooltip(f"{axis.column}:Q", title=words, format=form)
-        tips[axis.column] = tip
-    for name, words, form in figure.hover:
-        # An empty format is none.
-        kind = "Q" if form else "N"
-        tips[name] = alt.Tooltip(
-            f"{name}:{kind}", title=words, format=form or alt.Undefined
-        )
-    return list(tips.values())
-
-
-def _used(shown: Shown) -> pd.DataFrame:
-    """The columns that a figure and its page need."""
-    figure = shown.figure
-    axes = (figure.x, figure.y, figure.colour, *figure.measures)
-    wanted = {axis.column for axis in axes if axis is not None}
-    wanted |= {name for name, _, _ in figure.hover} | {*shown.where, "run", "oracle"}
-    ends = (figure.low, figure.high, figure.start)
-    wanted |= set(filter(None, (figure.series, figure.panel, figure.text, *ends)))
-    return figure.rows[[name for name in figure.rows if name in wanted]]
-
-
-def _front(figure: Figure, base: Any) -> Any:
-    """A line along the rows that are better in one axis than all that are better in the
-    other.
-    """
-    x, y = figure.x.column, figure.y.column
-    sort = [alt.SortField(x), alt.SortField(y)]
-    return (
-        base.transform_filter("!datum.oracle")
-        .transform_window(least=f"min({y})", sort=sort, frame=[None, 0])
-        .transform_filter(f"datum['{y}'] <= datum.least")
-        .mark_line(interpolate="step-after", strokeDash=[4, 3], color=QUIET)
-        .encode(x=_side(figure.x, alt.X), y=_side(figure.y, alt.Y), order=f"{x}:Q")
-    )
+    axes = (figure.x, figure.y, figure.measured, *figure.measures)
+    tips = [] if figure.series is None else [(figure.series, figure.series, "")]
+    tips += [
+        (axis.column, axis.words or axis.column, axis.form or ".4~g" * (not axis.order))
+        for axis in axes
+    ]
+    # An empty format is none: words.
+    by_column = {
+        name: alt.Tooltip(f"{name}:Q", title=words, format=form)
+        if form
+        else alt.Tooltip(f"{name}:N", title=words)
+        for name, words, form in [*tips, *figure.hover]
+    }
+    return list(by_column.values())
 
 
 def script() -> str:
@@ -376,26 +360,3 @@ def script() -> str:
     with suppress(OSError):
         write_text(user_folder("cache") / "pages" / name, text)
     return text
-
-
-def config(*, dark: bool = False) -> Spec:
-    """How figures of pages look, on light or dark paper."""
-    ink, quiet = ("#e4e4e4", "#5a5a5a") if dark else ("#222222", "#cccccc")
-    words = {"labelColor": ink, "titleColor": ink, "titleFontWeight": "normal"}
-    lines = {"domainColor": quiet, "tickColor": quiet, "gridColor": quiet}
-    return {
-        "background": None,
-        "font": "system-ui, Liberation Sans, sans-serif",
-        "view": {"stroke": None},
-        "axis": {**words, **lines, "gridOpacity": 0.5, "labelFontSize": 11},
-        "legend": {**words, "labelFontSize": 11, "symbolLimit": 40},
-        "header": {**words, "labelAnchor": "start", "labelFontSize": 12},
-        "title": {"color": ink, "anchor": "start", "fontWeight": "normal"},
-        "text": {"color": ink},
-        "rule": {"color": ink},
-        "bar": {"color": PALETTE[0]},
-        "line": {"color": PALETTE[0]},
-        "point": {"color": PALETTE[0]},
-        "range": {"category": list(PALETTE)},
-        "locale": {"number": NUMBERS},
-    }

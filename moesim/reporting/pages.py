@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from moesim.base.text import visible, visible_lines
 from moesim.base.version import __version__
 from moesim.reporting.figures import Figure
-from moesim.reporting.interactive import config, interactive, script, timeline_chart
+from moesim.reporting.interactive import CONFIG, interactive, script, timeline_chart
 from moesim.reporting.parts import Facts, Listing, Shown, Spans
 
 STATIC_ROWS = 300
@@ -38,8 +38,7 @@ def page_html(answer: Any) -> str:
                 parts.append((part, type(part).__name__, len(scripted) - 1))
         if parts:
             sections.append((section, parts))
-    looks = {"light": config(), "dark": config(dark=True)}
-    plain = json.dumps({"looks": looks, "parts": scripted}, separators=(",", ":"))
+    plain = json.dumps({"looks": CONFIG, "parts": scripted}, separators=(",", ":"))
     draws = any("spec" in (part or ()) for part in scripted)
     return (
         _environment()
@@ -65,7 +64,8 @@ def _scripted(part: Any) -> dict[str, Any] | None:
     if isinstance(part, Spans):
         return timeline_chart(part)._asdict() | part._asdict()
     if isinstance(part, Facts):
-        return part._asdict()
+        values = dict(enumerate(part.table.cells()))
+        return {"choice": part.choice, "names": part.table.heads(), "values": values}
     if isinstance(part, Listing) and len(part.rows) > STATIC_ROWS:
         return {"rows": part.cells()}
     return None

@@ -216,18 +216,16 @@ class Choice(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Names and values of what is chosen.
+    """The row of a table that is chosen, as names and values.
 
     Attributes:
-        choice: name of the `Choice`.
-        names: of the facts.
-        values: by value of the choice, one for each name; ``$`` in front of a value
-            marks a command line, which gets a button that copies it.
+        choice: name of the `Choice`, whose value is the place of a row.
+        table: a cell that begins with ``$`` is a command line, which gets a button that
+            copies it.
     """
 
     choice: str
-    names: Sequence[str]
-    values: Mapping[str, Sequence[str]]
+    table: Listing
 
 
 class Shown(NamedTuple):
@@ -236,13 +234,10 @@ class Shown(NamedTuple):
     Attributes:
         figure: what is drawn.
         where: by column, the choice whose value it must have; ``all`` stands for any.
-        explores: whether axes can be dragged and zoomed, a click on a mark chooses its
-            ``run``, and a line joins the marks that nothing beats in both axes.
     """
 
     figure: Figure
     where: Mapping[str, Choice] = {}
-    explores: bool = False
 
 
 class Spans(NamedTuple):

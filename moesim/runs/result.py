@@ -54,10 +54,10 @@ class Run:
             f" {self.metrics['steps']} steps{rate}>"
         )
 
-    def _repr_html_(self) -> str:
+    def _repr_markdown_(self) -> str:
         """A small table, which notebooks show."""
         # Reports are no part of what simulates.
-        from moesim.reporting.tables import small_table  # noqa: PLC0415
+        from moesim.reporting.tables import markdown_table  # noqa: PLC0415
 
         config = self.config
         metrics = self.metrics
@@ -75,7 +75,8 @@ class Run:
             ("hit rate", percent(metrics["hit_rate_active"])),
             ("energy", number(metrics["energy_j"], " J")),
         ]
-        return small_table(rows, notes=[f"note: {text}" for text in self.warnings])
+        notes = [f"\nnote: {text}" for text in self.warnings]
+        return "\n".join([*markdown_table(("run", ""), rows), *notes])
 
     def to_json(self) -> dict[str, Any]:
         """One object with metrics, configuration and warnings."""

@@ -29,7 +29,6 @@ def drawn():
     )
     trace = moesim.answer(moesim.open_trace("tiny"))
     return {
-        "line": lambda ax: moesim.line_figure(rates, "hit rate", ax=ax),
         **{
             name: lambda ax, name=name, answer=answer: answer.plot(name, ax=ax)
             for answer in map(moesim.answer, (one, several, run, rates, gap, advice))
@@ -44,7 +43,7 @@ def drawn():
 
 NAMES = (
     "policies", "times", "memory", "hits", "parts", "step", "placement", "passes",
-    "decode", "prefill", "line", "curves", "load", "entropy", "overlap", "reuse", "working_set",
+    "decode", "prefill", "curves", "load", "entropy", "overlap", "reuse", "working_set",
     "consistency", "similarity", "information",
 )  # fmt: skip
 
@@ -126,6 +125,10 @@ def test_another_measure_is_drawn_or_refused_by_name():
     assert ax.get_xlabel() == "hit rate"
     with pytest.raises(ConfigError, match="measure: expected one of seconds"):
         answer.plot("policies", measure="speed")
+    placed = moesim.answer(compared.runs["greedy"]).plot(
+        "placement", measure="resident"
+    )
+    assert placed.figure.axes[-1].get_ylabel() == "resident when used"
     plt.close("all")
 
 

@@ -90,7 +90,7 @@ def test_the_command_of_a_run_names_its_memory_to_the_byte():
     )
     sections = moesim.answer(frame).sections()
     facts = [p for section in sections for p in section.parts if isinstance(p, Facts)]
-    commands = [words[-1] for words in facts[0].values.values()]
+    commands = [words[-1] for words in facts[0].table.cells()]
     said = [re.search(r"--gpu-memory (\S+)", command)[1] for command in commands]
     assert list(map(parse_bytes, said)) == sizes
     assert said[1] == "8MiB"

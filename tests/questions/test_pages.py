@@ -185,21 +185,11 @@ def test_a_trace_of_a_prompt_alone_has_a_page(tmp_path, tiny_shape):
     assert Outline(text_of(page)).open == []
 
 
-def parts_of(page, mark=None):
-    """Charts of a page with that column in their rows."""
-    return [
-        part
-        for part in data_of(page)["parts"]
-        if part and mark in part.get("data", {}).get("rows", {})
-    ]
-
-
 def test_a_sweep_holds_every_run_and_its_command(swept, pages):
-    front = next(part for part in parts_of(pages["sweep"], "memory"))
-    facts = [
-        part for part in data_of(pages["sweep"])["parts"] if part and "names" in part
-    ]
-    shown_ms = front["data"]["rows"]["seconds"]
+    parts = [part for part in data_of(pages["sweep"])["parts"] if part]
+    (points,) = [part for part in parts if "over memory" in part.get("label", "")]
+    facts = [part for part in parts if "names" in part]
+    shown_ms = points["data"]["rows"]["seconds"]
     assert shown_ms == pytest.approx((1e3 * swept["tpot_s"]).tolist(), rel=1e-4)
     assert [each["choice"] for each in facts] == ["run", "other_run"]
     assert len(facts[0]["values"]) == len(swept) == 48
@@ -239,12 +229,9 @@ def test_a_page_holds_every_line_to_compare_with():
     axes = (Axis("x", "x"), Axis("y", "y"))
     lines = [((0, 1), (0, at), f"line {at}") for at in (1, 2, 3)]
     figure = Figure(pd.DataFrame({"x": [1], "y": [1]}), *axes, "", lines=lines)
-    held = interactive(Shown(figure)).data["lines"]
-    assert held == {
-        "x": [0, 1] * 3,
-        "y": [0, 1, 0, 2, 0, 3],
-        "words": [f"line {at}" for at in (1, 1, 2, 2, 3, 3)],
-    }
+    spec = interactive(Shown(figure)).spec
+    held = [spec["datasets"][each["data"]["name"]] for each in spec["layer"][1:]]
+    assert [[row["y"] for row in rows] for rows in held] == [[0, 1], [0, 2], [0, 3]]
 
 
 def test_bars_and_their_intervals_share_an_axis():
@@ -468,12 +455,12 @@ def test_a_chart_and_its_data_can_be_saved(driver, pages):
     assert saved[1][1].startswith("data:image/png")
 
 
-FRONT = (
+POINTS = (
     "const part = (await window.page).charts.find("
-    "(each) => each.data.rows && each.data.rows.memory);"
+    "(each) => each.label.includes('over memory'));"
     "const walk = (item, x, y, found) => {"
     " const [left, top] = [x + (item.x ?? 0), y + (item.y ?? 0)];"
-    " if (item.datum && item.datum.memory) found.marks += 1;"
+    " if (item.datum && item.datum.gpu_bytes) found.marks += 1;"
     " if (item.mark && item.mark.role === 'legend-label' && item.text === 'greedy')"
     "  found.name = [left, top];"
     " for (const each of item.items ?? []) walk(each, item.marktype ? x : left,"
@@ -488,17 +475,17 @@ def test_a_click_on_a_name_hides_its_marks(driver, pages):
     opened(driver, pages["sweep"])
     place = run_script(
         driver,
-        f"{FRONT} const place = part.view.container();"
+        f"{POINTS} const place = part.view.container();"
         "place.scrollIntoView({ block: 'center' }); return place;",
     )
-    before = run_script(driver, f"{FRONT} return found")
+    before = run_script(driver, f"{POINTS} return found")
     size = place.rect
     across, down = before["name"]
     ActionChains(driver).move_to_element_with_offset(
         place, round(across - size["width"] / 2) + 5, round(down - size["height"] / 2)
     ).click().perform()
     after = run_script(
-        driver, f"await new Promise((d) => setTimeout(d, 300)); {FRONT} return found"
+        driver, f"await new Promise((d) => setTimeout(d, 300)); {POINTS} return found"
     )
     assert after["marks"] < before["marks"]
 
@@ -609,12 +596,12 @@ def test_a_very_long_table_is_made_as_it_is_needed(driver, tmp_path):
 
 
 def test_commands_of_what_is_chosen_can_be_copied(driver, tmp_path):
-    options = [("a", "first"), ("b", "second")]
-    facts = Facts("which", ["again"], {"a": ["$ run a"], "b": ["$ run b"]})
-    section = Section("", [Choice("which", "which", options, "a"), facts])
+    options = [("0", "first"), ("1", "second")]
+    facts = Facts("which", Listing.of(["again"], [["$ run a"], ["$ run b"]]))
+    section = Section("", [Choice("which", "which", options, "0"), facts])
     answer = Answer(question="q", subject="s", on_page=lambda: [section])
     opened(driver, answer.write(tmp_path / "t.html"))
-    choose(driver, "which", "b")
+    choose(driver, "which", "1")
     button = driver.find_element("css selector", ".facts button.copy")
     assert button.get_attribute("data-copy") == "run b"
     button.click()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.processes import PATIENCE_S, ROOT, output_of, start
-from support.small_trace import SHAPE, write_small_trace
+from support.small_trace import write_small_trace
 
 import moesim
 from moesim.base.files import sha256
@@ -113,20 +113,7 @@ def test_slips_are_refused_before_anything_runs(trace, tmp_path, options, error,
     assert not (tmp_path / "s").exists()
 
 
-# Placement and times, by hand.
-
-
-def test_a_row_says_where_every_expert_was(trace, swept):
-    row = swept[(swept["policy"] == "greedy") & (swept["batch"] == 1)].iloc[0]
-    run = moesim.replay(
-        trace, "greedy", hw=row["hw"], slots_per_layer=row["slots_per_layer"]
-    )
-    placed = run.placement().set_index(["layer", "expert"])
-    shares = np.frombuffer(row["placement"], np.uint8).reshape(2, 3, 8)
-    for (layer, expert), where in placed.iterrows():
-        assert shares[0, layer, expert] == round(rows.FULL_SHARE * where["on_gpu"])
-        assert shares[1, layer, expert] == round(rows.FULL_SHARE * where["resident"])
-    assert (shares[0] == rows.NEVER_USED).sum() == 24 - len(placed)
+# Times, by hand.
 
 
 def test_times_of_sequences_add_up_to_those_of_the_run(swept):
@@ -458,12 +445,11 @@ def test_times_of_batches_by_hand():
     """A pause belongs to the step after it, but not one between batches; the second
     batch has no prompt, and one step verifies a draft.
     """
-    observer = rows.RunObserver(SHAPE, ["cpu"])
     columns = {"batch": [0, 0, 0, 1], "phase": [0, 1, 1, 1], "tokens": [4, 2, 4, 2],
                "sequences": [2, 2, 2, 2], "start_s": [0.0, 3.0, 4.0, 9.0],
                "end_s": [2.0, 4.0, 6.0, 10.0]}  # fmt: skip
-    observer.add("steps", {name: np.array(each) for name, each in columns.items()})
-    found = observer.columns()
+    chunk = {name: np.array(each) for name, each in columns.items()}
+    found = rows.times_of_batches([chunk])
     assert found["batch_decode_s"] == [4.0, 1.0]
     assert found["batch_decode_tokens"] == [3, 1]
     assert found["batch_makespan_s"] == [6.0, 1.0]

@@ -119,12 +119,10 @@ def test_results_show_small_tables_in_a_notebook():
     run = moesim.replay("tiny", "greedy", steps=STEPS)
     assert len(repr(run)) < 200
     assert "greedy" in repr(run)
-    shown = run._repr_html_()
-    assert "<table>" in shown
-    assert "hit rate" in shown
+    assert "\n| hit rate | " in run._repr_markdown_()
     machines = ["rtx4060ti", "rtx3080ti"]
     compared = moesim.compare("tiny", "greedy", hw=machines, steps=STEPS)
-    assert "rtx3080ti" in compared._repr_html_()
+    assert "rtx3080ti" in compared._repr_markdown_()
     assert len(repr(compared)) < 200
 
 

@@ -338,11 +338,12 @@ async function draw(place, part) {
     part.tools = true;
     makeTools(place, part);
   }
-  const look = dark.matches && !printing ? looks.dark : looks.light;
-  const spec = { ...fitted(measured(part), place), config: look };
-  spec.datasets = Object.fromEntries(Object.entries(part.data).map(([name, columns]) => [name, rowsOf(columns)]));
-  const tooltip = { theme: dark.matches ? "dark" : "light" };
-  const made = await vegaEmbed(place, spec, { renderer: "canvas", actions: false, tooltip });
+  const theme = dark.matches && !printing ? "dark" : undefined;
+  const ink = { color: theme ? "#e4e4e4" : "#222222" };
+  const spec = { ...fitted(measured(part), place), config: { ...looks, text: ink, rule: ink } };
+  spec.datasets = { ...spec.datasets, ...Object.fromEntries(Object.entries(part.data).map(([name, columns]) => [name, rowsOf(columns)])) };
+  const tooltip = { theme: theme ?? "light" };
+  const made = await vegaEmbed(place, spec, { renderer: "canvas", actions: false, theme, tooltip });
   part.view = made.view;
   connect(place, part);
   await part.after?.();

@@ -22,7 +22,6 @@ from moesim.policies.faults import PolicyFault, policy_faults
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay, share_of
 from moesim.runs.result import busiest
-from moesim.runs.setup import trace_of
 from moesim.runs.sweeps.execution import open_shared
 from moesim.runs.sweeps.plan import THIS_PROCESS, Point, code_digest, contents_of
 from moesim.traces.format.parquet import open_parquet, read_table, write_table
@@ -33,7 +32,6 @@ from moesim.traces.timeline.metrics import (
     ROW_METRICS,
     RUN_METRICS,
 )
-from moesim.traces.timeline.spans import HIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from moesim.runs.result import Run
-    from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Chunk
 
 DIGESTS = ("digest", "trace_digest", "hw_digest", "files_digest", "code")
@@ -53,11 +50,9 @@ DETAILS: dict[str, Any] = {
     "batch_decode_s": pa.list_(pa.float64()),
     "batch_decode_tokens": pa.list_(pa.int64()),
     "batch_makespan_s": pa.list_(pa.float64()),
-    "placement_experts": pa.int64(),
-    "placement": pa.binary(),
 }
-"""Columns that pages and statistics read: figures of lanes and warnings as JSON, times
-of each batch, and where each expert was (see `RunObserver.columns`).
+"""Columns that pages and statistics read: figures of lanes and warnings as JSON, and
+times of each batch (see `times_of_batches`).
 """
 
 _KINDS: dict[type, Any] = {
@@ -191,23 +186,24 @@ def observed(
         progress: called with the share that is done.
         out, keep: where its tables go, as `replay` takes them.
     """
-    observer = RunObserver(trace_of(config).shape, point.profile.lanes)
+    steps: list[Chunk] = []
+
+    def watch(table: str, chunk: Chunk) -> None:
+        if table == "steps":
+            steps.append(chunk)
+
     run = replay(
         config,
         out=out,
         keep=keep,
-        watch=observer.add,
+        watch=watch,
         progress=share_of(config, progress),
     )
-    if keep or out is not None:
-        for chunk in run.timeline.access_chunks():
-            observer.add("accesses", chunk)
-        for chunk in run.timeline.step_chunks():
-            observer.add("steps", chunk)
-    return row_of(point, run, observer), run
+    # One that is kept is not watched.
+    return row_of(point, run, steps or list(run.timeline.step_chunks())), run
 
 
-def row_of(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
+def row_of(point: Point, run: Run, steps: Sequence[Chunk]) -> dict[str, Any]:
     """The row of a run; cache, prefetch and routing name what ran, which a system may
     have brought.
     """
@@ -240,7 +236,7 @@ def row_of(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
         "code": code_digest(),
         "lanes": json.dumps({name: metrics[name] for name in _BY_LANE}),
         "warnings": json.dumps(run.warnings),
-        **observer.columns(),
+        **times_of_batches(steps),
         **_sample_of_requests(metrics),
     }
 
@@ -281,76 +277,31 @@ def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=row_schema())
 
 
-NEVER_USED = 255
-"""Stands for an expert that no token asked for."""
+def times_of_batches(steps: Sequence[Chunk]) -> dict[str, list[Any]]:
+    """Seconds of each batch's decode steps, tokens that a sequence got in them (several
+    of a step that verifies a draft), and seconds of the whole batch.
 
-FULL_SHARE = 250
-"""Stands for a share of 1; shares between are rounded."""
-
-
-class RunObserver:
-    """Takes chunks of a run's tables. L MoE layers, E experts.
-
-    Attributes:
-        counts: int64 [3, L * E], layer steps in which an expert was active, in which a
-            GPU computed it, and in which it was resident.
+    Args:
+        steps: chunks of a run's table of forward passes, in order.
     """
-
-    def __init__(self, shape: ModelShape, lanes: Sequence[str]) -> None:
-        self._experts = shape.experts
-        self._is_gpu = np.array([lane.startswith("gpu") for lane in lanes])
-        self.counts = np.zeros((3, shape.layers * shape.experts), np.int64)
-        self._steps: list[Chunk] = []
-
-    def add(self, table: str, chunk: Chunk) -> None:
-        """Take a chunk of `timeline`, `accesses` or `steps`, each in order."""
-        if table == "steps":
-            self._steps.append(chunk)
-        elif table == "accesses":
-            place = chunk["layer"].astype(np.int64) * self._experts + chunk["expert"]
-            is_on_gpu = self._is_gpu[chunk["lane"]]
-            chosen = (place, place[is_on_gpu], place[chunk["state"] == HIT])
-            size = self.counts.shape[1]
-            self.counts += [np.bincount(each, minlength=size) for each in chosen]
-
-    def columns(self) -> dict[str, Any]:
-        """Return what a row holds of it; `placement` is uint8 [2, L, E]: the share of
-        uses that a GPU computed, and that found the expert resident.
-        """
-        uses = self.counts[0]
-        is_used = uses > 0
-        shares = np.full((2, len(uses)), NEVER_USED, np.uint8)
-        share = self.counts[1:, is_used] / uses[is_used]
-        shares[:, is_used] = np.rint(share * FULL_SHARE)
-        return {
-            **self._batches(),
-            "placement_experts": self._experts,
-            "placement": shares.tobytes(),
-        }
-
-    def _batches(self) -> dict[str, list[Any]]:
-        """Seconds of each batch's decode steps, tokens that a sequence got in them
-        (several of a step that verifies a draft), and seconds of the whole batch.
-        """
-        names = ("batch", "phase", "tokens", "sequences", "start_s", "end_s")
-        batch, phase, tokens, sequences, start_s, end_s = (
-            np.concatenate([[], *(chunk[name] for chunk in self._steps)])
-            for name in names
-        )
-        first = np.flatnonzero(np.diff(batch, prepend=-1))
-        last = np.append(first, len(batch))[1:] - 1
-        # What lies between two steps belongs to the later one.
-        before_s = np.append(0.0, end_s)[:-1]
-        before_s[first] = start_s[first]
-        is_decode = phase != Phase.PREFILL
-        each = np.rint(tokens / sequences).astype(np.int64)
-        return {
-            "batch_decode_s": np.add.reduceat(
-                (end_s - before_s) * is_decode, first
-            ).tolist(),
-            "batch_decode_tokens": np.add.reduceat(each * is_decode, first).tolist(),
-            "batch_makespan_s": (end_s[last] - start_s[first]).tolist(),
-        }
+    names = ("batch", "phase", "tokens", "sequences", "start_s", "end_s")
+    batch, phase, tokens, sequences, start_s, end_s = (
+        np.concatenate([[], *(chunk[name] for chunk in steps)]) for name in names
+    )
+    first = np.flatnonzero(np.diff(batch, prepend=-1))
+    last = np.append(first, len(batch))[1:] - 1
+    # What lies between two steps belongs to the later one.
+    before_s = np.append(0.0, end_s)[:-1]
+    before_s[first] = start_s[first]
+    is_decode = phase != Phase.PREFILL
+    each = np.rint(tokens / sequences).astype(np.int64)
+    return {
+        "batch_decode_s": np.add.reduceat(
+            (end_s - before_s) * is_decode, first
+        ).tolist(),
+        "batch_decode_tokens": np.add.reduceat(each * is_decode, first).tolist(),
+        "batch_makespan_s": (end_s[last] - start_s[first]).tolist(),
+    }
 
 
 # -- a folder of results ---------------------------------------------------------------
