@@ -24,10 +24,6 @@ from moesim import cli
 from moesim.base.errors import AdviceError, RuntimeFault, StoreError, TraceError
 from moesim.base.units import number as number_text
 from moesim.cli.errors import message_for_users
-from moesim.policies.parameters import split_policies
-
-SHARED = processes.ROOT.parent / "shared"
-
 
 # Replay.
 
@@ -126,12 +122,6 @@ def test_compare_equals_replay(command, trace):
         assert both["on-demand"][name] == alone[name]
 
 
-def test_policies_split_where_a_policy_begins():
-    assert split_policies("a,b , c") == ["a", "b", "c"]
-    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu")
-    assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
-
-
 # List and trace.
 
 
@@ -161,36 +151,6 @@ def test_trace_info_counts_tokens(command, trace):
     assert (
         "small: 3 MoE layers x 8 experts, top 2" in command("trace", "info", trace)[1]
     )
-
-
-def test_trace_stats_has_a_row_per_layer(command, trace):
-    lines = command("trace", "stats", trace)[1].splitlines()
-    first = lines.index("By layer:") + 1
-    assert [line.split()[0] for line in lines[first : first + 4]] == [
-        "layer",
-        "0",
-        "1",
-        "2",
-    ]
-
-
-@pytest.mark.skipif(
-    not SHARED.is_dir(),
-    reason="other people's traces, no part of the project: ../shared is not here",
-)
-def test_import_then_replay_a_real_trace(command, tmp_path):
-    """The two commands of the README, on 156 tokens of Qwen3-30B-A3B."""
-    source = SHARED / "traces" / "qwen3_30b_a3b_top6.parquet"
-    target = tmp_path / "q.parquet"
-    code, out, err = command(
-        "trace", "import", source, target, "--shape", "qwen3-30b-a3b"
-    )
-    assert (code, "top-k is 6 in the trace, 8 in the model" in err) == (0, True)
-    assert "7,461 rows of 1 sequence" in out
-    found = json.loads(
-        command("replay", target, "--hw", "rtx3090-epyc7532", "--json")[1]
-    )
-    assert (found["prefill_tokens"], found["decode_tokens"]) == (28, 128)
 
 
 # Bad input.
@@ -239,32 +199,6 @@ def test_a_bug_of_ours_is_not_dressed_up():
 
 
 # The process.
-
-
-def test_help_comes_at_once(tmp_path):
-    """Nothing that takes long to import is imported. Seconds would say who else is
-    busy.
-    """
-    code = (
-        "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally:"
-        " print(*sys.modules)"
-    )
-    out = processes.output_of("-c", code, cwd=tmp_path)
-    assert "replay" in out
-    slow = {
-        "numpy",
-        "pandas",
-        "pyarrow",
-        "simpy",
-        "vl_convert",
-        "torch",
-        "transformers",
-        "duckdb",
-        # Commands are imported when they are called.
-        "moesim.runs.config",
-        "moesim.cli.commands.replay",
-    }
-    assert slow.isdisjoint(out.splitlines()[-1].split())
 
 
 def commands():

@@ -13,8 +13,6 @@ from support.command_line import refused
 from support.processes import PATIENCE_S, start
 from support.small_trace import write_small_trace
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
@@ -39,9 +37,6 @@ def material(tmp_path_factory):
 WRONG = """
 replay                                                    | TRACE; moesim replay --help
 replay @none.parquet                                      | none.parquet; No such file
-replay @folder                                            | folder
-replay @empty                                             | empty
-replay @text.parquet                                      | text.parquet
 replay @cut.parquet                                       | cut.parquet
 replay @foreign.parquet --out run                         | foreign.parquet
 replay ""                                                 | argument; empty
@@ -52,7 +47,6 @@ replay @t.parquet --policy greedy ""                      | argument; empty
 replay @t.parquet --policy greedy --policy on-demand      | --policy: expected it once
 replay @t.parquet --policy greedy,on-demand               | one policy is expected here
 replay @t.parquet --policy greedi                         | did you mean 'greedy'
-replay @t.parquet --cache lru,lfu                         | one policy is expected here
 replay @t.parquet --cache lruu                            | unknown cache policy 'lruu'; did you mean 'lru'
 replay @t.parquet --prefetch next-gate                    | next-gate; pred1_raw
 replay @t.parquet --hw rtx4060ti,rtx3080ti                | one machine is expected here
@@ -67,46 +61,30 @@ replay @t.parquet --perfetto @binary/p.json               | binary; expected a f
 replay @t.parquet --out ""                                | --out; empty
 run @t.parquet --gpu-split experts                        | No such option: --gpu-split (see: moesim run --help)
 replay @t.parquet more                                    | more
-replay @t.parquet --no-such                               | --no-such
 replay @t.parquet --hw                                    | --hw
-replay @t.parquet --policy nope                           | unknown policy 'nope'
 replay @t.parquet --policy greedy:foo=1                   | foo
 replay @t.parquet --policy greedy+lru+none+x              | at most assignment+cache+prefetch
 replay @t.parquet --policy greedy+lru --cache lfu         | said once
 replay @t.parquet --cache lfu:decay=nan                   | decay
-replay @t.parquet --cache greedy                          | unknown cache policy
-replay @t.parquet --prefetch lru                          | unknown prefetch policy
 replay @t.parquet --routing lru                           | unknown routing policy
 replay @t.parquet --host-cache nope                       | unknown cache policy 'nope'
-replay @t.parquet --hw nope                               | nope; known
 replay @t.parquet --hw @half.toml                         | half.toml
 replay @t.parquet --hw @other.toml                        | other.toml
-replay @t.parquet --hw @binary                            | binary
-gap @t.parquet --policy greedy --host-cache nope          | unknown cache policy 'nope'
 run @t.parquet --temperature 1                            | --temperature; expected --model
-run @t.parquet --verify                                   | --verify; expected --model
 run --model tiny --prompts @p.txt --steps 4         | --steps; expected none beside --model
 run --model tiny --prompts @none                           | none: ; found: No such file
-run --model tiny --prompts @none.jsonl                     | none.jsonl: ; found: No such file
 run --model tiny --prompts @p.txt --residual @none  | --residual; no such file
-replay @t.parquet --hw @folder                            | folder
-replay @t.parquet --cache-ratio 1.1                       | --cache-ratio
 replay @t.parquet --cache-ratio nan                       | --cache-ratio
-replay @t.parquet --cache-ratio x                         | --cache-ratio
 replay @t.parquet --slots-per-layer -1                    | --slots-per-layer
 replay @t.parquet --slots-per-layer 9999999999            | 0 <= slots <= 8
-replay @t.parquet --gpu-memory 0                          | no room
 replay @t.parquet --gpu-memory -5GiB                      | --gpu-memory; such as 8GiB
-replay @t.parquet --gpu-memory 8Q                         | unknown unit 'Q'
 replay @t.parquet --host-memory 1KiB                      | --host-memory
-replay @t.parquet --cache-ratio 0.5 --gpu-memory 8GiB     | at most one
 replay @t.parquet --cache-scope both                      | layer or global
 replay @t.parquet --staging 0                             | --staging
 replay @t.parquet --prefetch-budget -1                    | --prefetch-budget
 replay @t.parquet --gpu-split rows                        | layers or experts
 replay @t.parquet --batch 0                               | --batch
 replay @t.parquet --batch 99999999999999999999999         | batch
-replay @t.parquet --steps 99999999999999999999999         | steps
 replay @t.parquet --staging 9223372036854775808           | --staging
 replay @t.parquet --prefetch-budget 9223372036854775808   | --prefetch-budget
 replay @t.parquet --draft-tokens 9223372036854775808      | --draft-tokens
@@ -115,56 +93,37 @@ replay @t.parquet --warm @text.parquet                    | text.parquet
 replay @t.parquet --artefacts @folder                     | --artefacts
 replay @t.parquet --out @t.parquet                        | t.parquet; expected a folder
 replay @t.parquet --out /proc/run                         | /proc
-replay @t.parquet --perfetto @folder                      | folder
 replay @t.parquet --slo ttft=1                            | --slo; expected --arrivals
 replai                                                    | did you mean 'replay'
 compare @t.parquet --png=                                 | --png; empty
 compare @t.parquet --policy ,                           | --policy
-compare @t.parquet --policy all-cpu,greedi --out o      | greedi; did you mean
 compare @t.parquet --policy all-cpu,greedy+lruu --out o | lruu
-compare @t.parquet --policy dali,nope                   | unknown policy 'nope'
-compare @t.parquet --policy all-cpu --png @folder       | folder
 compare @t.parquet --policy all-cpu --html @t.parquet/x | t.parquet
-compare @t.parquet --policy all-cpu --table /proc/x.csv | /proc
 compare @t.parquet --gpu-memory 1KiB                      | cannot run; --gpu-memory: no room
 compare @t.parquet --table @t.parquet                     | t.parquet; would replace what is read
 compare @t.parquet --png a.png --html a.png               | --html: expected a name that ends in .html
 replay @t.parquet --perfetto @folder/../t.parquet         | --perfetto; .json
 replay @t.parquet --out r --perfetto r/run.json           | r/run.json; would replace another result
-trace stats @t.parquet --html @t.parquet                  | --html; .html
 trace import @t.parquet @t.parquet                        | t.parquet; would replace what is read
-trace export @t.parquet @t.parquet --to csv               | t.parquet; would replace what is read
-trace synth @t.parquet --tokens 9 --like @t.parquet       | t.parquet; would replace what is read
-hits @t.parquet --table @t.parquet                        | t.parquet; would replace what is read
 results @ --table @t.parquet                              | t.parquet; would replace what is read
 record x.parquet --prompts @absent.txt                     | absent.txt
 record x.parquet --prompts @p.txt --model @folder   | config.json
 record @binary --prompts @binary                    | binary; would replace what is read
 record --prompts @empty --model @ --calibration @binary | binary; would replace what is read
 hits @t.parquet --cache lru,nope --png x.png             | nope
-hits @t.parquet --cache ,                                | --cache
 hits @t.parquet --cache-ratio 0.1,2                      | --cache-ratio: expected a number between 0 and 1, got 2.0
-hits @t.parquet --table @folder                           | folder
 list nope                                                 | nope; cache
-list cache more                                           | more
 gap @t.parquet --routing expert-cache-router              | routing
-gap @t.parquet --steps 0                                  | --steps
-sensitivity @t.parquet --policy nope                    | nope
 reproduce nope                                            | nope
-reproduce hybrimoe-hit-rate --trace @none.parquet         | none.parquet
 reproduce --all                                           | --out
 reproduce --all --out x --paper DALLI                     | expected one of DALI
 trace infoo                                               | did you mean 'info'
-trace info @cut.parquet                                   | cut.parquet
-trace stats @t.parquet --html @folder                     | folder
-trace check @none.parquet                                 | none.parquet
 trace export @t.parquet x.csv                             | --to
 trace export @t.parquet x.csv --to nope                   | nope
 trace synth x.parquet                                     | --tokens
 trace synth x.parquet --tokens inf --shape olmoe-1b-7b    | --tokens
 trace synth x.parquet --tokens 9                          | --like; --shape
 trace synth x.parquet --tokens 9 --shape nope             | nope
-trace synth x.parquet --tokens 9 --shape layers=9e9       | layers
 trace synth x.parquet --tokens 9 --shape layers=99999999999,experts=6,top_k=1,expert_bytes=1 | memory
 trace synth x.parquet --tokens 9 --like @t.parquet --skew 1          | --skew
 trace synth x.parquet --tokens 9 --like @t.parquet --quant q4_k_m  | --quant
@@ -172,7 +131,6 @@ trace import @t.parquet                                   | SRC…
 trace import @binary x.parquet --shape olmoe-1b-7b        | binary
 trace import @binary x.parquet --shape layers=1,experts=2,top_k=1,expert_bytes=1KiB --quant q4_k_m | --quant; which says the bytes already
 trace import @binary x.parquet --shape olmoe-1b-7b --option batch | --option; NAME=VALUE
-trace import @empty x.parquet --shape olmoe-1b-7b         | empty
 record                                                    | --prompts; expected a file
 record --prompts @none.txt --host-memory 1GiB             | --host-memory; --store
 record --prompts @p.txt --split both                  | calibration or evaluation
@@ -181,15 +139,10 @@ record --prompts @p.txt --device nope                 | --device; nope
 quality --dtype nope                                      | --dtype; nope
 quality --residual @none                                  | none
 calibrate --shape olmoe-1b-7b/4                          | two sizes
-train-cache @t.parquet --out o --seed -1                  | --seed
 profile hw.txt                                      | .toml
 profile @folder                                     | folder
-calibrate @folder                                   | folder
-validate @t.parquet --cache-ratio x                      | expected a number
 run                                                       | TRACE; --model
 run --model tiny                                          | --prompt
-quality --cache-ratio 2                                  | a number between 0 and 1
-train-cache @t.parquet                                    | --out
 """
 ROWS = [
     tuple(part.strip() for part in line.split("|"))

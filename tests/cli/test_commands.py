@@ -4,7 +4,6 @@ that a command does not use.
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from support.processes import output_of
@@ -12,7 +11,6 @@ from support.processes import output_of
 from moesim.base.host_checks import Finding
 from moesim.evidence.doctor import Checked, Diagnosis
 
-ROOT = Path(__file__).parents[2]
 COLUMNS = 80
 # Two gaps between words: cells of a table, not a sentence.
 TABLE_LINE = re.compile(r"\S {2,}\S")

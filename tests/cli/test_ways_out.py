@@ -41,21 +41,6 @@ def test_commands_that_messages_name_exist(command):
         assert command(*asked)[0] == 0, words
 
 
-def test_slots_of_all_cells_stand_in_the_head(command):
-    _, text, _ = command(
-        "compare", "tiny", "--policy", "greedy,all-cpu", "--slots-per-layer", 4,
-        "--hw", "rtx4060ti,rtx3080ti", "--steps", 4,
-    )  # fmt: skip
-    assert "experts per layer 4" in text.partition("\n\n")[0]
-
-
-def test_a_drawn_trace_is_told_as_json(command, tmp_path):
-    words = ("--shape", "layers=2,experts=4,top_k=1,expert_bytes=1MiB", "--tokens", 20)
-    code, out, _ = command("trace", "synth", tmp_path / "q.parquet", *words, "--json")
-    assert code == 0
-    assert json.loads(out)["rows"] == 40
-
-
 @pytest.mark.parametrize("words", [
     ("--host-cache", "lfu"),
     ("--gpu-split", "experts"),

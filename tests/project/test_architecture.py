@@ -6,15 +6,13 @@ fails here, with file and line.
 
 import ast
 import graphlib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.small_trace import write_small_trace
+from support.processes import output_of
 
 from benchmarks.size import PACKAGES, Size, size_of
 
@@ -72,8 +70,6 @@ ONLY_IN = {
 
 POLICIES_USE = {"numpy", "scipy", "pulp", "highspy"}
 """Everything outside the standard library that a decision may need."""
-
-POLICY_KINDS = ("routing", "assignment", "prefetch", "cache")
 
 CLOCKS_AND_IO = {
     "asyncio", "datetime", "io", "logging", "os", "shutil", "socket", "subprocess",
@@ -162,10 +158,6 @@ def test_a_room_imports_only_what_the_diagram_allows(room):
     ] == []
 
 
-def test_the_order_of_packages_has_no_circle():
-    graphlib.TopologicalSorter(MAY_IMPORT).prepare()
-
-
 def test_no_module_imports_itself_on_a_detour():
     """Imports under `TYPE_CHECKING` count: whoever needs another's types to be
     understood depends on it.
@@ -200,14 +192,6 @@ def test_a_library_stays_at_home(library):
     ] == []
 
 
-def test_simulator_and_runtime_never_import_each_other():
-    """The seam is real only when neither side can lean on the other."""
-    pairs = {(line.room, line.target) for line in ALL}
-    assert ("sim", "runtime") not in pairs
-    assert ("runtime", "sim") not in pairs
-    assert ("sim", "policies") in pairs, "the walk over the modules found nothing"
-
-
 def test_policies_have_no_clock_and_no_io():
     lines = [line for line in ALL if line.room == "policies"]
     assert [line.where for line in lines if line.target in CLOCKS_AND_IO] == []
@@ -215,10 +199,6 @@ def test_policies_have_no_clock_and_no_io():
         {line.target for line in lines} - set(sys.stdlib_module_names) - set(MAY_IMPORT)
     )
     assert third_party <= POLICIES_USE
-
-
-def test_imports_are_absolute():
-    assert [line.where for line in ALL if line.level] == []
 
 
 def test_nothing_edits_the_import_path():
@@ -253,66 +233,36 @@ def test_no_test_asserts_elapsed_time():
         assert found is None, f"{path.relative_to(ROOT)}: {found}"
 
 
-def test_every_module_says_what_it_is_for():
-    silent = [
-        str(path.relative_to(ROOT))
-        for path in modules()
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-    assert silent == []
+SILENT = {
+    "bad", "found", "one", "own", "said", "say", "stuff", "thing", "things",
+    "told", "what", "whole",
+}  # fmt: skip
+"""Names of variables that do not say what the variable holds."""
 
 
-def modules_loaded_by(code, *arguments, cwd):
-    """Top-level names in `sys.modules` after running `code` in a fresh interpreter,
-    outside the checkout.
-    """
-    report = (
-        "\nimport sys; print('LOADED', *sorted({name.partition('.')[0] for name in"
-        " sys.modules}))"
-    )
-    command = [sys.executable, "-c", code + report, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=cwd,
-        env=environment,
-        timeout=300,
-    )
-    return set(done.stdout.splitlines()[-1].split()[1:])
+def test_variables_say_what_they_hold():
+    silent = []
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(node, "id", getattr(node, "arg", None))
+            is_read = isinstance(getattr(node, "ctx", None), ast.Load)
+            if name in SILENT and not is_read and not isinstance(node, ast.keyword):
+                silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not silent
+
+
+REPORT = """
+import sys
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
 
 
 def test_import_moesim_is_light(tmp_path):
     """Asking for the package costs nothing: its functions import what they need when
     first touched.
     """
-    loaded = modules_loaded_by("import moesim", cwd=tmp_path)
+    loaded = output_of("-c", "import moesim" + REPORT, cwd=tmp_path).split()
     assert "moesim" in loaded
-    assert loaded.isdisjoint(
-        {
-            "torch",
-            "numpy",
-            "pandas",
-            "pyarrow",
-            "simpy",
-            "vl_convert",
-            "typer",
-        }
-    )
-
-
-def test_a_replay_never_imports_torch(tmp_path):
-    """Nor pandas, which costs half a second, nor what pages need."""
-    trace = write_small_trace(tmp_path / "small.parquet")
-    code = (
-        "import sys, moesim; assert moesim.replay(sys.argv[1],"
-        " 'greedy', engine='simpy').metrics['accesses'];"
-        " assert 'scipy.linalg' not in sys.modules"
-    )
-    loaded = modules_loaded_by(code, trace, cwd=tmp_path)
-    assert "simpy" in loaded
-    assert loaded.isdisjoint(
-        {"torch", "transformers", "vl_convert", "pandas", "jinja2", "rich"}
-    )
+    assert {
+        *("torch", "numpy", "pandas", "pyarrow", "simpy", "vl_convert", "typer")
+    }.isdisjoint(loaded)

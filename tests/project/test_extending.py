@@ -112,12 +112,6 @@ def run_commands(project, section):
     )
 
 
-def test_the_page_shows_every_kind_of_policy():
-    kinds = {"cache", "assignment", "prefetch", "routing"}
-    folders = re.findall(r"^# policies/(\w+)/", PAGE.read_text(), flags=re.MULTILINE)
-    assert set(folders) == kinds
-
-
 @pytest.mark.parametrize("title", RUN)
 def test_an_extension_is_the_files_that_the_page_shows(project, title):
     """Written into a copy, they work at once: every command of the section succeeds."""

@@ -2,14 +2,11 @@
 
 import json
 
-import pytest
 from support import foreign_files as files
-from support.command_line import refused
 from support.imports import bring
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.cli.commands.trace import app as trace_app
 from moesim.cli.commands.trace.make import ImportOptions
 
 
@@ -17,12 +14,6 @@ def run(*arguments, code=0):
     result = CliRunner().invoke(cli.app, list(map(str, arguments)))
     assert result.exit_code == code, (arguments, result.output, result.exception)
     return result
-
-
-def test_every_command_of_the_group_is_there_once():
-    names = [command.name for command in trace_app.registered_commands]
-    assert len(set(names)) == len(names)
-    assert {"check", "export", "synth"} <= set(names)
 
 
 def test_options_of_the_import_are_words():
@@ -49,26 +40,6 @@ def test_check_warns_with_its_exit_code(tmp_path):
         False,
         ["copy"],
     )
-
-
-def test_export(tmp_path):
-    _, trace = bring(files.route_trace(tmp_path / "dump", files.routing()))
-    assert (
-        "records"
-        in run(
-            "trace", "export", trace.path, tmp_path / "t.bin", "--to", "oracle-general"
-        ).output
-    )
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--tokens", "5"], "either --like TRACE or --shape MODEL"),
-    (["--tokens", "5", "--like", "x", "--skew", "1"],
-     "--skew: expected --shape beside it"),
-    (["--tokens", "0", "--like", "x"], "tokens"),
-])  # fmt: skip
-def test_synth_options_that_contradict(command, tmp_path, arguments, message):
-    assert refused(command("trace", "synth", tmp_path / "t", *arguments), message)
 
 
 def test_synth_of_a_model_nobody_recorded(tmp_path):

@@ -34,11 +34,6 @@ def printed_by(notebook):
     ]
 
 
-def test_there_are_four():
-    names = {path.stem for path in NOTEBOOKS}
-    assert names == {"quickstart", "policies", "discovery", "validation"}
-
-
 @EACH
 def test_outputs_are_kept_and_small(path):
     """Readers of a site or a repository see what it comes to without running it."""

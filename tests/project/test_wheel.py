@@ -113,10 +113,3 @@ def test_help_list_and_replay_work_outside_the_checkout(moesim, tmp_path):
     found = json.loads(moesim("replay", trace, "--policy", "greedy", "--json"))
     assert found["accesses"] > 0
     assert found["config"]["git_commit"] is None
-
-
-def test_what_ships_is_found_by_name_and_pages_have_their_templates(moesim, tmp_path):
-    words = ("compare", "tiny", "--policy", "all-cpu,greedy", "--steps", "2")
-    printed = moesim(*words, "--html", "page.html")
-    assert "2 over 2 x policy" in printed
-    assert "<main>" in (tmp_path / "page.html").read_text(encoding="utf-8")

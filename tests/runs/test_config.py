@@ -4,15 +4,14 @@ import dataclasses
 import inspect
 import json
 import re
-import shutil
 import tomllib
 
 import jsonschema
 import numpy as np
 import pytest
 from support.command_line import refused
-from support.processes import ROOT, output_of
-from support.small_trace import SHAPE, write_small_trace, write_trace
+from support.processes import ROOT
+from support.small_trace import SHAPE, write_small_trace
 
 import moesim
 from moesim.base.options import ConfigError, Options, default_of, option, option_of
@@ -307,56 +306,6 @@ def test_every_option_says_what_it_is_and_its_unit():
 
 
 # A new option.
-
-
-FIELD = """    hedge: int = option(7, "What nobody needs.", minimum=1)
-    trace_digest: str | None = option("""
-USE = """        "steps": result.steps,
-        "hedge": config.hedge,"""
-
-
-def test_an_option_for_all_runs_is_a_field_and_the_line_that_uses_it(tmp_path):
-    """In a copy of the checkout: two files change, and every face of a run has it."""
-    copy = tmp_path / "checkout"
-    package = copy / "moesim"
-    ignored = shutil.ignore_patterns("__pycache__", "tiny")
-    shutil.copytree(ROOT / "moesim", package, ignore=ignored)
-    for name, before, after in (
-        ("config.py", "    trace_digest: str | None = option(", FIELD),
-        ("replay.py", '        "steps": result.steps,', USE),
-    ):
-        path = package / "runs" / name
-        text = path.read_text(encoding="utf-8")
-        assert text.count(before) == 1
-        path.write_text(text.replace(before, after), encoding="utf-8")
-    write_trace(tmp_path / "t.parquet", moesim.open_trace(TINY).shape, ((2, 3),))
-    write(tmp_path, 'trace = "t.parquet"\nhedge = 4\n')
-
-    def run(*words):
-        environment = {
-            "PYTHONPATH": str(copy),
-            "PYTHONSAFEPATH": "1",
-        }
-        return output_of(*words, cwd=tmp_path, environment=environment)
-
-    where = run("-c", "import moesim.runs.config as c; print(c.__file__)")
-    assert str(copy) in where
-    for command in ("replay", "compare", "gap", "run", "hits", "quality"):
-        text = run("-m", "moesim", command, "--help")
-        assert "--hedge N" in text
-        assert "What nobody needs." in text
-    figures = json.loads(
-        run("-m", "moesim", "replay", "t.parquet", "--hedge", 3, "--json")
-    )
-    assert figures["hedge"] == figures["config"]["options"]["hedge"] == 3
-    run("-m", "moesim", "replay", "--config", "exp.toml", "--out", "a")
-    assert recorded(tmp_path / "a")["options"]["hedge"] == 4
-    code = "import moesim; print(moesim.replay('t.parquet', hedge=5).metrics['hedge'])"
-    assert run("-c", code).strip() == "5"
-    assert json.loads(run("-m", "moesim", "config", "--schema"))["properties"]["hedge"]
-
-
-TINY = ROOT / "traces" / "data" / "tiny_evaluation.parquet"
 
 
 def test_a_command_says_more_exactly_what_an_option_means_to_it():
