@@ -16,7 +16,6 @@ from moesim.evidence.validation.calibrate import (
     _chosen_steps,
     _system_reports,
     is_enough,
-    learn,
     prediction_errors,
 )
 from moesim.evidence.validation.profile_checks import (
@@ -30,7 +29,6 @@ from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import undisturbed_medians
 from moesim.hwprofiles.profile import prediction_error, rate_interval
 from moesim.hwprofiles.schema import FIT_KEYS
-from moesim.runs.config import MemoryOptions
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.measure.profile import SystemEvidence, SystemShares, ThreadEvidence
 from moesim.traces.timeline.operations import OperationTable, Part, lost_shares
@@ -40,15 +38,6 @@ LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux counts what a thread waits for"
 )
 SPIN = "import os, time\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
-ON_AND_OFF = """
-import os, time
-os.sched_setaffinity(0, {{{core}}})
-while True:
-    end_s = time.perf_counter() + 0.2
-    while time.perf_counter() < end_s:
-        pass
-    time.sleep(0.2)
-"""
 CORE = max(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 """That of the host accelerator."""
 DATE = "2026-01-01"
@@ -169,33 +158,6 @@ def test_a_profile_is_doubted_for_what_its_calibration_saw():
     ):
         (doubt,) = doubts_of(replace(quiet, fit={**quiet.fit, name: report(share)}))
         assert word in doubt
-
-
-@LINUX
-def test_a_busy_process_is_seen_by_the_threads_that_wait_for_it(tmp_path):
-    """It comes and goes on the accelerator's core: in some step a thread of the run
-    waited for its core, and the calibration says how much.
-    """
-    base = host_profile()
-    shape = shape_for(paired_runs.ROUTED, "olmoe-1b-7b/16", "float32")
-    steps = paired_runs.drawn_steps(batch=(2, 1, 4), prompt=0, decode=9, seed=3)
-    trial = paired_runs.Trial("greedy+lru", MemoryOptions(cache_ratio=0.3), steps)
-    with paired_runs.TrialRunner(shape, base, store=tmp_path / "store") as runner:
-        runner.run(trial, base)
-        other = busy(ON_AND_OFF)
-        try:
-            time.sleep(0.1)
-            runs = [(shape, trial, runner.run(trial, base)) for _ in range(3)]
-        finally:
-            other.kill()
-            other.wait()
-    lost = [
-        lost_shares(timeline.operations, paired_runs.step_lengths(timeline))
-        for _, _, timeline in runs
-    ]
-    assert max(map(np.max, lost)) > 0.0
-    learned = learn(runs, base, date=DATE, name="disturbed")
-    assert 0.0 <= learned.fit[DISTURBED]["residual_worst"] <= np.max(lost)
 
 
 # Intervals.

@@ -2,13 +2,15 @@
 divided out; where they did not change, nothing is.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from support.calibrating import DATE, sized
+from support.calibrating import sized
 
-from moesim.evidence.validation.calibrate import learn
 from moesim.evidence.validation.paired_runs import designs, simulate
 from moesim.hwprofiles.calibration.estimates import pace_at_times, pace_of_runs
+from moesim.hwprofiles.calibration.observations import DesignedRun, Spans
 from moesim.hwprofiles.profile import load_profile
 
 RUNS = 4
@@ -60,47 +62,17 @@ def test_runs_between_two_times_lie_between_their_paces_by_hand():
     assert pace == pytest.approx([2.0, 8.0, 16.0, 16.0])
 
 
-class Slowed:
-    """A timeline of the same work at another pace."""
-
-    def __init__(self, timeline, factor):
-        self._timeline = timeline
-        self._factor = factor
-
-    def __getattr__(self, name):
-        """Of the timeline."""
-        return getattr(self._timeline, name)
-
-    def _longer(self, chunks):
-        for chunk in chunks:
-            times = {key: chunk[key] * self._factor for key in ("start_s", "end_s")}
-            yield {**chunk, **times}
-
-    def chunks(self):
-        return self._longer(self._timeline.chunks())
-
-    def step_chunks(self):
-        return self._longer(self._timeline.step_chunks())
-
-
-def test_a_fit_to_disturbed_runs_is_that_of_undisturbed_ones():
-    """The machine was a quarter slower during one of the designed runs."""
+def test_operations_of_a_slower_run_are_seen_at_the_usual_pace():
+    """Else costs would be learned from what others did."""
     machine = load_profile("two-core-host")
     shape = sized("olmoe-1b-7b/4")
-    calm = [
-        (shape, design.trial, simulate(design.trial, shape, machine))
-        for design in designs(shape, quick=True)[2:5]
-    ]
-    pace = [1.0, 1.25, 1.0]
-    disturbed = [
-        (shape, trial, Slowed(timeline, factor))
-        for (_, trial, timeline), factor in zip(calm, pace, strict=True)
-    ]
-
-    def products_s(runs, **options):
-        profile = learn(runs, machine, date=DATE, name="x", **options)
-        return np.array(profile.curves["costs.gpu.points"].seconds)
-
-    right_s = products_s(calm)
-    assert products_s(disturbed, pace=pace) == pytest.approx(right_s, rel=1e-6)
-    assert np.abs(products_s(disturbed) / right_s - 1.0).max() > 0.05
+    trial = designs(shape, quick=True)[2].trial
+    known = {"assignment": "x", "context_tokens": [9] * len(trial.steps)}
+    run = DesignedRun(
+        simulate(trial, shape, machine), shape, workers=machine.workers, **known
+    )
+    slower = replace(run, pace=1.25)
+    seconds, usual_s = (
+        Spans([each]).table["seconds"].to_numpy() for each in (run, slower)
+    )
+    assert usual_s == pytest.approx(seconds / 1.25)

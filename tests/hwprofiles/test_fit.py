@@ -158,12 +158,6 @@ def test_isotonic_never_falls_keeps_the_mean_and_leaves_rising_tables_alone(valu
     assert isotonic(np.sort(values)) == pytest.approx(np.sort(values), abs=1e-9)
 
 
-def test_isotonic_pools_a_dip_by_hand():
-    assert isotonic(np.array([1.0, 5.0, 3.0, 6.0])) == pytest.approx(
-        [1.0, 4.0, 4.0, 6.0]
-    )
-
-
 def test_what_lies_between_operations_is_that_of_the_fastest_lane():
     """5 us on the CPU's worker, 2 on the GPU's: 2 for all, 3 more belong to the CPU."""
 

@@ -19,12 +19,6 @@ def test_a_lane_is_named_by_its_kind_and_its_gpu(lane):
     assert sum(other.includes(lane) for other in lanes.LANE_KINDS) == 1
 
 
-def test_the_number_of_a_gpu_may_have_two_digits():
-    assert lanes.kind_of("h2d12") is lanes.H2D
-    assert lanes.gpu_of("h2d12") == 12
-    assert lanes.gpu_of("ssd") == 0
-
-
 def test_a_kind_that_does_not_exist_is_refused_by_name():
     with pytest.raises(ValueError, match=r"lane 'tpu0': expected one of .*d2h, ssd"):
         lanes.kind_of("tpu0")

@@ -13,13 +13,15 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
+from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from joblib import Memory
+
 from moesim.base.errors import TraceError
 from moesim.base.host_limits import available_cores
-from moesim.base.long_work import Journal
 from moesim.base.version import __version__, git_commit
 from moesim.evidence.reproduction.questions import (
     Answered,
@@ -34,7 +36,6 @@ from moesim.evidence.reproduction.routing import (
     shared_traces,
 )
 from moesim.evidence.reproduction.runs import learned_cache
-from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.base import PolicyError
@@ -42,14 +43,15 @@ from moesim.runs.sweeps.execution import run_tasks
 from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from moesim.evidence.reproduction.questions import Again, Question
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
+    from moesim.evidence.reproduction.workloads import Workload
 
     Progress = Callable[[float], None]
-    Job = tuple[Callable[[Any, Path], Any], Any]
+    Job = Callable[[], Any]
 
 MOST_JOBS = 2
 EXPERIMENT_STEPS = 50
@@ -103,35 +105,49 @@ def reproduce_all(
     every = chain(asked, *others)
     runs = list(dict.fromkeys(spec for question in every for spec in question.runs))
 
-    def part(begin: float, end: float) -> Progress:
-        return lambda share: progress(begin + (end - begin) * share)
-
-    done = _Done(out, jobs)
-    todo = [spec for spec in runs if _key(spec) not in done.results]
-    # Those of one trace together, since it is read once then.
-    todo.sort(key=lambda spec: (spec.workload.name, repr(spec.options)))
-    loads = {spec.workload for spec in todo}
-    loads |= {spec.calibration for spec in todo if spec.warm}
-    networks = {spec.workload for spec in todo if spec.learned}
-    experiments: list[tuple[Any, ...]] = []
+    loads = {spec.workload for spec in runs}
+    loads |= {spec.calibration for spec in runs if spec.warm}
+    networks = {spec.workload for spec in runs if spec.learned}
+    experiments: list[Any] = []
     if papers is None:
         traces = _experiment_loads()
         loads |= set(traces)
         experiments = [(name, *traces) for name in EXPERIMENTS]
+    # Those of one trace together, since it is read once then.
+    runs.sort(key=lambda spec: (spec.workload.name, repr(spec.options)))
+    folder = _folder(out)
+    # A machine's profile may have been edited since.
+    kept = Memory(folder, verbose=0).cache(_kept, ignore=["folder"])
+    digests = {name: load_profile(name).digest for name in {r.machine for r in runs}}
+
+    def carry_out(work: Iterable[Job], begin: float, end: float) -> list[Any]:
+        todo = list(work)
+        results: list[Any] = [None] * len(todo)
+
+        def show(share: float) -> None:
+            progress(begin + (end - begin) * share)
+
+        run_tasks(_work, todo, results.__setitem__, jobs=jobs, progress=show)
+        return results
+
     # Predictions need their routing, and runs need all.
     routing = {load.routing for load in loads}
-    done.make(_jobs(_train, networks) + _jobs(Workload.draw, routing), part(0.0, 0.2))
-    done.make(_jobs(Workload.draw, loads - routing), part(0.2, 0.3))
-    rest: list[Job] = [(_do, spec) for spec in todo]
-    rest += [(_experiment, task) for task in experiments]
-    done.add(rest, part(0.3, 1.0))
+    trained = (partial(_train, load, folder) for load in _longest_first(networks))
+    drawn = (partial(load.draw, folder) for load in _longest_first(routing))
+    carry_out(chain(trained, drawn), 0.0, 0.2)
+    predicted = _longest_first(loads - routing)
+    carry_out((partial(load.draw, folder) for load in predicted), 0.2, 0.3)
+    replayed = (partial(kept, _do, run, digests[run.machine], folder) for run in runs)
+    counted = (partial(kept, _experiment, task, "", folder) for task in experiments)
+    results = carry_out(chain(replayed, counted), 0.3, 1.0)
     reproductions = [
         Reproduction(EXPERIMENTS[task[0]], measured, models, EXPERIMENT_STEPS)
-        for task in experiments
-        for measured, models in [done.results[_key(task)]]
+        for task, (measured, models) in zip(
+            experiments, results[len(runs) :], strict=True
+        )
     ]
-    results = {spec: done.results[_key(spec)] for spec in runs}
-    outcomes = {spec: outcome for spec, (outcome, _) in results.items() if outcome}
+    done = dict(zip(runs, results, strict=False))
+    outcomes = {spec: outcome for spec, (outcome, _) in done.items() if outcome}
 
     def figures(changed: Again, question: Question) -> dict[str, list[float]]:
         """Of the same question of other runs, by what was changed; some may be
@@ -158,7 +174,7 @@ def reproduce_all(
             for question in asked
         ],
         outcomes=outcomes,
-        failures={spec: failure for spec, (_, failure) in results.items() if failure},
+        failures={spec: failure for spec, (_, failure) in done.items() if failure},
         experiments=reproductions,
         facts=[
             (
@@ -171,77 +187,39 @@ def reproduce_all(
             ),
         ],
     )
-    done.discard()
+    shutil.rmtree(folder)
     return reproduced
 
 
-class _Done:
-    """Results by key of the task, and drawn traces, kept in a folder; those of another
-    commit are forgotten.
+def _folder(out: Path) -> Path:
+    """Where traces and results lie until all is done; those of another commit are
+    forgotten.
     """
-
-    def __init__(self, out: Path, jobs: int) -> None:
-        version = f"{__version__} {git_commit()}"
-        self._journal = Journal(out / "reproduction.part.jsonl", version)
-        self._jobs = jobs
-        self.results: dict[str, Any] = dict(self._journal.lines)
-        self.folder = out / "reproduction.part"
-        if not self.results:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(exist_ok=True)
-
-    def make(
-        self,
-        jobs: Sequence[Job],
-        progress: Progress,
-        collect: Callable[[int, Any], None] = lambda *_: None,
-    ) -> None:
-        """Do work in the folder."""
-        tasks = [(*job, self.folder) for job in jobs]
-        run_tasks(_work, tasks, collect, jobs=self._jobs, progress=progress)
-
-    def add(self, jobs: Sequence[Job], progress: Progress) -> None:
-        """Do what is not done yet, and note its results."""
-        todo = [job for job in jobs if _key(job[1]) not in self.results]
-
-        def collect(index: int, result: Any) -> None:
-            key = _key(todo[index][1])
-            self.results[key] = result
-            self._journal.add([key, result])
-
-        self.make(todo, progress, collect)
-
-    def discard(self) -> None:
-        """Remove everything."""
-        self._journal.close()
-        shutil.rmtree(self.folder)
+    version = f"{__version__} {git_commit()}"
+    folder = out / f"reproduction-{sha256(version.encode()).hexdigest()[:8]}.part"
+    for other in out.glob("reproduction-*.part"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
-def _key(task: Any) -> str:
-    # A machine's profile may have been edited since.
-    return f"{task!r} {_machine_digest(getattr(task, 'machine', None))}"
-
-
-@cache
-def _machine_digest(machine: str | None) -> str:
-    return "" if machine is None else load_profile(machine).digest
-
-
-def _work(job: tuple[Callable[[Any, Path], Any], Any, Path], _show: Progress) -> Any:
-    work, task, folder = job
+def _kept(work: Callable[..., Any], task: Any, digest: str, folder: Path) -> Any:
+    """Work whose result is kept in the folder; `digest` is what else it depends on."""
+    del digest
     return work(task, folder)
 
 
-def _jobs(
-    work: Callable[[Workload, Path], Any], loads: Iterable[Workload]
-) -> list[Job]:
-    """Work on traces, the longest first."""
+def _work(job: Job, _show: Progress) -> Any:
+    return job()
 
+
+def _longest_first(loads: Iterable[Workload]) -> list[Workload]:
     def size(load: Workload) -> tuple[int, str]:
         tokens = load.sequences * (load.prompt + load.generated)
         return -tokens * load.shape.layers * load.shape.experts, load.name
 
-    return [(work, load) for load in sorted(loads, key=size)]
+    return sorted(loads, key=size)
 
 
 def _train(load: Workload, folder: Path) -> None:
