@@ -45,7 +45,7 @@ SSD, large or small experts.
 """
 REFERENCE_TERMS = ("dense", "planning", "lanes", "between")
 """Terms that their time is split into; defined by
-`moesim.evidence.validation.time_breakdown`.
+`moesim.evidence.validation.drift`.
 """
 
 # Paths are matched as shell patterns, so a star stands for any name or number.

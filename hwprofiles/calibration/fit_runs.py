@@ -16,7 +16,7 @@ Source: issue 4's table of terms that mattered, from trials on a machine with tw
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -29,8 +29,12 @@ from moesim.hwprofiles.calibration.estimates import (
     interquartile_range,
     quantiles_around_one,
 )
-from moesim.hwprofiles.calibration.fit_curves import LEAST_SAMPLES, Entries
-from moesim.hwprofiles.calibration.fit_dense import fit_dense
+from moesim.hwprofiles.calibration.fit_curves import (
+    LEAST_SAMPLES,
+    Entries,
+    Points,
+    fit_roofline,
+)
 from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS, OperationFit
 from moesim.hwprofiles.calibration.observations import (
     DesignedRun,
@@ -38,30 +42,20 @@ from moesim.hwprofiles.calibration.observations import (
     Spans,
     units_of,
 )
+from moesim.hwprofiles.dense_costs import dense_reference, dense_work
 from moesim.hwprofiles.lanes import COMPUTE_KINDS, LANE_KINDS, SSD
+from moesim.hwprofiles.paths import DENSE, HEAD
+from moesim.hwprofiles.roofline import flops_per_token
 from moesim.hwprofiles.schema import is_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moesim.hwprofiles.paths import ControlPaths
-    from moesim.hwprofiles.schema import Curve, Quantity
+    from moesim.hwprofiles.schema import Quantity
 
 
-__all__ = ["Calibration", "DesignedRun", "calibrate"]
-
-
-class Calibration(NamedTuple):
-    """The result of a fit to runs: entries of a hardware profile by dotted path, and
-    residuals.
-    """
-
-    numbers: dict[str, Quantity]
-    curves: dict[str, Curve]
-    fit: dict[str, dict[str, float]]
-
-
-def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Calibration:
+def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Entries:
     """Fit costs, contention, dispatch terms and distributions to designed runs.
 
     Args:
@@ -90,7 +84,7 @@ def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Calib
     fit_dispatch(gaps, operations.first_excess, entries)
     fit_dense(spans, operations, entries)
     fit_planning(spans, entries)
-    return Calibration(entries.numbers, entries.curves, entries.fit)
+    return entries
 
 
 def _fit_hand_over(gaps: Gaps, entries: Entries) -> dict[str, float]:
@@ -355,3 +349,148 @@ def _beyond(default: Quantity, beyond_s: float, policy: str) -> Quantity:
         # How single plannings of a policy scatter that was not run is not known.
         quantiles=(),
     )
+
+
+# -- dense parts and heads: the rate at which attention reads keys and values, one
+# roofline through all the rest, and of each a curve over tokens by shape
+
+_WORK = ["weight_bytes", "kept_bytes", "flops"]
+_CELL = ["head", "shape", "tokens"]
+"""Dense parts of one cell differ in what attention reads only."""
+
+
+def fit_dense(spans: Spans, operations: OperationFit, entries: Entries) -> None:
+    """Fit dense parts of all runs.
+
+    Args:
+        spans: of the runs.
+        operations: fits by what dense parts differ after a read.
+        entries: where results go.
+    """
+    parts = _parts_of(spans)
+    # Taken out first: the roofline is that of dense parts whose caches are their own.
+    _take_out_reads(parts, operations)
+    _take_out_attention(parts, entries)
+
+    # A trace may tell nothing of its model's head, which then reads nothing.
+    known = parts[parts["weight_bytes"] > 0]
+    known = known[known.groupby(_WORK)["seconds"].transform("size") >= LEAST_SAMPLES]
+    works = known.groupby(_WORK)
+    # Three constants need three points.
+    if works.ngroups < 3:
+        return
+    points = Points(
+        known["seconds"].to_numpy(), works.ngroup().to_numpy(), units_of(known)
+    )
+    weight_bytes, kept_bytes, flops = np.array(list(works.groups)).T
+    roof = fit_roofline(weight_bytes + kept_bytes, flops, points)
+    entries.put_fit(
+        paths.roofline(DENSE), roof, "roofline through dense parts in designed runs"
+    )
+    entries.fit[DENSE] = roof.report.as_table()
+
+    for name, head in ((DENSE, False), (HEAD, True)):
+        references = [dense_reference(shape, head=head) for shape in spans.shapes]
+        # By bytes of the dense part, which need not order models as their experts do.
+        by_size = sorted(
+            range(len(references)), key=lambda number: -references[number].bytes
+        )
+        for small, number in zip((False, True), by_size, strict=False):
+            reference = references[number]
+            of = parts[(parts["head"] == head) & (parts["shape"] == number)]
+            # A curve needs fewer parts at each size than the roofline, which carries
+            # each from its own bytes and FLOPs to the reference's.
+            of = of[
+                of.groupby("tokens")["seconds"].transform("size") >= LEAST_SAMPLES // 2
+            ]
+            if of.empty:
+                continue
+            reference_flops = flops_per_token(reference) * of["tokens"]
+            carried = roof.seconds(reference.bytes, reference_flops) / roof.seconds(
+                of["weight_bytes"] + of["kept_bytes"], of["flops"]
+            )
+            entries.put_curve(
+                paths.points(name, small=small),
+                of["seconds"] * carried,
+                of["tokens"],
+                "tokens",
+                "dense parts of designed runs over the roofline's, times the roofline"
+                " of the reference",
+                rising=False,
+                reference=reference,
+            )
+
+
+def _parts_of(spans: Spans) -> pd.DataFrame:
+    """The dense parts and heads of all runs, with their work; ``tokens`` of a head are
+    the positions whose output is wanted.
+    """
+    parts = spans.dense_parts()
+    parts = parts.assign(head=parts["layer"] < 0)
+    rows: Iterable[Any] = parts.itertuples()
+    works = [
+        dense_work(
+            spans.shapes[row.shape],
+            row.tokens,
+            int(spans.runs[row.run].context_tokens[row.step]),
+            row.sequences,
+            head=row.head,
+        )
+        for row in rows
+    ]
+    return parts.assign(
+        decode=parts["tokens"] == parts["sequences"],
+        tokens=parts["tokens"].where(~parts["head"], parts["sequences"]),
+        **{name: [float(getattr(work, name)) for work in works] for name in _WORK},
+    )
+
+
+def _take_out_reads(parts: pd.DataFrame, operations: OperationFit) -> None:
+    """Enter by what a dense part is slower after a layer step that read from the SSD,
+    by shape, and divide it out.
+    """
+    # Heads have a length of their own, and the first layer follows no layer step.
+    later = parts[(parts["layer"] > 0) & (parts["seconds"] > 0)]
+    factors = operations.after_read(
+        DENSE, later["seconds"], later["after_read"], later, ["run", "tokens", "layer"]
+    )
+    for number, factor in factors.items():
+        slower = parts["after_read"] & (parts["shape"] == number)
+        parts.loc[slower, "seconds"] /= factor
+
+
+def _take_out_attention(parts: pd.DataFrame, entries: Entries) -> None:
+    """Enter the rate at which attention reads keys and values, and take its seconds
+    out of all parts; as they are where no part shows that rate.
+
+    Only decoded tokens count: a prompt computes with keys more than it reads them.
+    """
+    decoded = parts[parts["decode"] & ~parts["head"]]
+    if decoded.empty:
+        return
+    kept_bytes, seconds = (
+        (
+            of - of.groupby([decoded[name] for name in _CELL]).transform(_clipped)
+        ).to_numpy()
+        for of in (decoded["kept_bytes"], decoded["seconds"])
+    )
+
+    def slope(rows: np.ndarray) -> np.ndarray:
+        return fit_plane(kept_bytes[rows, None], seconds[rows])
+
+    (per_byte,) = Resampled.of(slope, units_of(decoded), entries.rng).estimates(-np.inf)
+    # Contexts of one length, or a slope within its own noise, show no rate.
+    if per_byte.interval[0] <= 0.0:
+        return
+    entries.put(
+        paths.ATTENTION_BYTES_PER_S,
+        per_byte,
+        "dense parts of decoded tokens in designed runs, over their contexts",
+        samples=len(seconds),
+    )
+    parts["seconds"] -= per_byte.value * parts["kept_bytes"]
+    parts["kept_bytes"] = 0.0
+
+
+def _clipped(values: pd.Series) -> float:
+    return clipped_mean(values.to_numpy())

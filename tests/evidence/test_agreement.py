@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moesim.evidence.validation.agreement import (
+from moesim.evidence.validation.results import (
+    Cell,
+    Coordinates,
     equivalent,
     estimate_noise,
     kendall_tau,
@@ -16,7 +18,6 @@ from moesim.evidence.validation.agreement import (
     noise_floor,
     repeated_tau,
 )
-from moesim.evidence.validation.results import Cell, Coordinates
 from moesim.evidence.validation.verify import Plan, judge
 
 VALUES = st.lists(st.integers(1, 50), min_size=3, max_size=12)

@@ -11,12 +11,12 @@ from support.calibrating import sized
 from support.real_machine import host_profile
 
 from moesim.evidence.validation.drift import (
+    TERMS,
     ReferenceRuns,
     drift,
     nearest_run,
 )
 from moesim.evidence.validation.paired_runs import simulate
-from moesim.evidence.validation.time_breakdown import TERMS
 from moesim.traces.timeline.spans import COMPUTE, FETCH, READ
 
 RUNS = ("memory", "memory_small", "ssd", "ssd_small")

@@ -3,11 +3,9 @@ fails is named, and the rest goes on.
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from support.processes import output_of, start, wait_for
 
 from moesim.base.errors import RuntimeFault
 from moesim.evidence import gpu
@@ -60,33 +58,6 @@ def test_an_interrupted_call_goes_on_behind_its_last_step(tmp_path, stopped):
     assert made == list(NAMES)
     assert list(saved(tmp_path)) == made
     assert (tmp_path / gpu.PAGE).read_text().count("ok, well") == 6
-
-
-SLOW = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from evidence.test_gpu import NAMES, session
-made = session(Path(sys.argv[1]))
-for name in NAMES:
-    made.make(name, lambda: time.sleep(0.2) or {{"outcome": name, "verdict": "ok"}})
-print(len(made.steps))
-"""
-
-
-def test_a_killed_call_leaves_whole_files(tmp_path):
-    """SIGKILL after the second step; the next call makes the four that are left."""
-    words = ["-c", SLOW.format(tests=str(Path(__file__).parents[1])), tmp_path / "out"]
-    results = tmp_path / "out" / gpu.RESULTS
-    process = start(*words)
-    wait_for(lambda: results.exists() and len(saved(tmp_path / "out")) >= 2)
-    process.kill()
-    process.communicate()
-    before = saved(tmp_path / "out")
-    assert 2 <= len(before) < 6
-    assert output_of(*words).strip() == "6"
-    after = saved(tmp_path / "out")
-    assert {name: after[name] for name in before} == before
 
 
 def test_what_fails_is_named_and_the_rest_goes_on(tmp_path):

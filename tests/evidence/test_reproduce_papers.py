@@ -186,15 +186,6 @@ def test_no_figure_that_is_compared_stands_in_the_code_or_in_a_profile():
             assert entry.get("value") not in figures, where
 
 
-def test_a_compared_anchor_would_be_noticed(monkeypatch):
-    """The tests above fail if DALI's optimal times were compared."""
-    figures = papers()["DALI"]["figures"]
-    (anchor,) = (each for each in figures if each.get("where") == {"plan": "opt"})
-    monkeypatch.setitem(anchor, "status", SIMULATED)
-    with pytest.raises(AssertionError, match=r"moe_time.* is compared"):
-        test_no_record_that_feeds_a_profile_is_compared()
-
-
 def test_experiments_on_routing_alone_count_no_anchors():
     """Predictions with published accuracies would prove themselves."""
     anchored = questions.anchors()
@@ -380,50 +371,37 @@ def _answered(value, ours, *, metric="decode_speed", compare="", **setting):
     return Answered(Question(record, compare=compare), ours)
 
 
-def test_two_systems_of_one_setting_are_ordered():
-    """Published a > b > c; ours b > a > c: of three pairs, two hold."""
-    answered = [
-        _answered(3.0, 5.0, method="a", batch_size=8),
-        _answered(2.0, 6.0, method="b", batch_size=8),
-        _answered(1.0, 4.0, method="c", batch_size=8),
-        # Another setting is not compared with these.
-        _answered(9.0, 1.0, method="a", batch_size=16),
-    ]
-    found = orders(answered)
+def test_two_systems_of_one_setting_are_ordered_and_parameters_apart():
+    """Published a > b > c; ours b > a > c: of three pairs, two hold. Another setting is
+    not compared with these.
+    """
+    rows = [(3.0, 5.0, "a", 8), (2.0, 6.0, "b", 8), (1.0, 4.0, "c", 8), (9, 1, "a", 16)]
+    found = orders(
+        _answered(published, ours, method=method, batch_size=batch)
+        for published, ours, method, batch in rows
+    )
     held = [(each.records[0].record.setting["method"], each.holds) for each in found]
     assert sorted(held) == [("a", False), ("a", True), ("b", True)]
-
-
-def test_parameters_of_one_system_are_counted_apart():
-    answered = [
-        _answered(2.0, 5.0, method="DALI", w_size=2, u_size=8),
-        _answered(1.0, 4.0, method="DALI", w_size=4, u_size=8),
-    ]
-    (order,) = orders(answered)
+    wider, narrower = (
+        _answered(*figures, method="DALI", w_size=size, u_size=8)
+        for figures, size in (((2.0, 5.0), 2), ((1.0, 4.0), 4))
+    )
+    (order,) = orders([wider, narrower])
     assert order.holds
     assert not order.of_systems
 
 
-def test_a_speedup_is_a_direction_and_its_baseline_is_none():
-    metric = "speedup"
-    of = {"metric": metric, "technique": "x", "compare": "speedup"}
-    up = _answered(1.5, 1.2, **of)
-    down = _answered(1.5, 0.9, **of)
-    baseline = _answered(1.0, 1.0, **of)
-    assert [each.holds for each in directions([up, down, baseline])] == [
-        True,
-        False,
-    ]
-
-
-def test_a_difference_in_seconds_is_held_against_the_published_one():
-    """DALI, A.1: 6.66 s more; 0.2 s more is the same direction, 0.01 s is none."""
-    held = [
-        statement.holds
-        for ours in (0.2, 0.01, -0.2)
-        for statement in directions([_answered(6.66, ours, compare="difference")])
-    ]
-    assert held == [True, False, False]
+@pytest.mark.parametrize(("compare", "published", "ours", "held"), [
+    ("speedup", 1.5, 1.2, [True]), ("speedup", 1.5, 0.9, [False]),
+    # A baseline is no direction.
+    ("speedup", 1.0, 1.0, []),
+    # DALI, A.1: 6.66 s more; 0.2 s more is the same direction, 0.01 s is none.
+    ("difference", 6.66, 0.2, [True]), ("difference", 6.66, 0.01, [False]),
+    ("difference", 6.66, -0.2, [False]),
+])  # fmt: skip
+def test_a_record_that_compares_is_a_direction(compare, published, ours, held):
+    answered = _answered(published, ours, compare=compare)
+    assert [each.holds for each in directions([answered])] == held
 
 
 def test_the_parts_of_a_step_are_those_of_every_system_behind_a_statement():

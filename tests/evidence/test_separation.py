@@ -19,7 +19,6 @@ COMPARING = (
     "moesim/evidence/validation/results.py",
     "moesim/evidence/validation/report.py",
     "moesim/questions/sensitivity.py",
-    "moesim/evidence/validation/agreement.py",
 )
 
 
@@ -75,7 +74,7 @@ def test_the_walk_would_see_it():
     assert "moesim.evidence.validation.paired_runs" in reached(
         "moesim/evidence/validation/calibrate.py"
     ) & reached("moesim/evidence/validation/grid.py")
-    assert "moesim.evidence.validation.agreement" in reached(
+    assert "moesim.evidence.validation.results" in reached(
         "moesim/evidence/validation/grid.py"
     )
     assert "moesim.evidence.validation.drift" in reached(

@@ -15,11 +15,11 @@ from support.validations import cell, result
 from typer.testing import CliRunner
 
 from moesim import cli
+from moesim.evidence.validation.drift import step_seconds, terms, terms_by_step
 from moesim.evidence.validation.grid import decisions, timing_free, validate
 from moesim.evidence.validation.paired_runs import Trial, simulate
 from moesim.evidence.validation.profile_checks import machine_differences, warnings_of
 from moesim.evidence.validation.report import save, validation_answer
-from moesim.evidence.validation.time_breakdown import step_seconds, terms, terms_by_step
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.policies.base import PolicyError

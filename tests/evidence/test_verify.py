@@ -6,7 +6,6 @@ import json
 import time
 
 import pytest
-from support.processes import output_of, start, wait_for
 from support.real_machine import host_profile
 from support.validations import cell, result
 from test_validate import TRACE
@@ -17,7 +16,6 @@ from moesim.evidence.validation import grid as grid_module
 from moesim.evidence.validation.grid import _Budget, validate
 from moesim.evidence.validation.paired_runs import simulate
 from moesim.evidence.validation.verify import Plan, verdict_of
-from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
 
 GRID = {"steps": 3, "repetitions": 3, "replications": 2}
@@ -164,40 +162,6 @@ def test_what_a_limit_leaves_out_is_said(tmp_path):
     assert validation.config["left_out"] == "1 of 2 cells and 2 of 3 repetitions"
     assert validation.warnings[0].startswith("left out: 1 of 2 cells")
     assert journal.exists(), "the next call goes on"
-
-
-def test_a_killed_validation_leaves_a_report_or_nothing_and_the_next_goes_on(tmp_path):
-    """SIGKILL after the first run, and somewhere in what goes on from there: every file
-    is whole.
-    """
-    hw = save_profile(host_profile(), tmp_path / "here.toml")
-    out = tmp_path / "report"
-    words = ["-m", "moesim", "validate", TRACE, "--hw", hw, "--out", out]
-    words += ["--policy", "all-cpu+none,on-demand+lru", "--cache-ratio", "0.2,0.4"]
-    words += ["--batch", 1, "--steps", 4]
-    journal = out / "runs.jsonl"
-    for runs in (1, 3):
-        kill_after(runs, words, journal)
-        if (out / "validation.json").exists():
-            assert json.loads((out / "validation.json").read_text())["cells"]
-
-    answer = json.loads(output_of(*words, "--json"))
-    assert {len(each["measured"]) for each in answer["cells"]} == {5}
-    assert len(answer["cells"]) == 4
-    names = {path.name for path in out.iterdir()}
-    assert names == {f"validation.{suffix}" for suffix in ("json", "md", "html")}
-
-
-def kill_after(runs, words, journal):
-    process = start(*words)
-
-    def is_due():
-        lines = journal.read_bytes().splitlines() if journal.exists() else []
-        return len(lines) >= runs or process.poll() is not None
-
-    wait_for(is_due)
-    process.kill()
-    process.communicate()
 
 
 STEADY = [1.0, 1.001, 0.999, 1.0005, 0.9995]

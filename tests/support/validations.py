@@ -1,7 +1,7 @@
 """Validations by hand: cells of measured and predicted runs, and their result."""
 
+from moesim.evidence.validation.drift import TERMS
 from moesim.evidence.validation.results import Cell, Coordinates, Validation
-from moesim.evidence.validation.time_breakdown import TERMS
 
 
 def one_run(tpot_s, *, hits=3, ttft_s=1.0, planning_s=0.1):

@@ -44,8 +44,9 @@ from moesim.evidence.validation.profile_checks import (
     wide_constants,
 )
 from moesim.hwprofiles.calibration.estimates import FitReport, undisturbed_medians
-from moesim.hwprofiles.calibration.fit_runs import DesignedRun, profile_entries
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
+from moesim.hwprofiles.calibration.fit_runs import profile_entries
+from moesim.hwprofiles.calibration.observations import DesignedRun
 from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile
 from moesim.policies.systems import compose
 from moesim.runs.machine import experts_dtype, machine_profile

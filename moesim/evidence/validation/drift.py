@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from moesim.evidence.validation.paired_runs import (
     ROUTED,
@@ -22,7 +23,6 @@ from moesim.evidence.validation.paired_runs import (
     TrialRunner,
     drawn_steps,
 )
-from moesim.evidence.validation.time_breakdown import TERMS, terms_by_step
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
     Resampled,
@@ -31,7 +31,7 @@ from moesim.hwprofiles.calibration.estimates import (
     pace_at_times,
     pace_of_runs,
 )
-from moesim.hwprofiles.schema import Quantity
+from moesim.hwprofiles.schema import REFERENCE_TERMS, Quantity
 from moesim.runs.config import MemoryOptions
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.traces.format.schema import ModelShape
+    from moesim.traces.timeline.spans import Timeline
 
+TERMS = REFERENCE_TERMS
+"""Parts of a run's time; profiles keep those of reference runs under the same names."""
 SHAPES: Final = {"": "olmoe-1b-7b/2", "_small": "olmoe-1b-7b/4"}
 """Ending of a reference run's name -> whose sizes its experts have; see
 `moesim.hwprofiles.schema.REFERENCE_RUNS`.
@@ -174,7 +177,7 @@ def drift(
         run: which, as `nearest_run` names it.
 
     Returns:
-        By term (`time_breakdown.TERMS`): seconds now over seconds
+        By term (`TERMS`): seconds now over seconds
             then, minus one. None where one of both is unknown.
     """
     drift_of = {}
@@ -230,3 +233,54 @@ def _seconds(steps_s: np.ndarray) -> float:
     # Medians by step first: a burst of other tenants is shorter than a run.
     medians_s = np.median(steps_s, axis=0)
     return float(medians_s.mean())
+
+
+# -- terms that add up to a run's makespan, step by step -----------------------------
+
+
+def terms(timeline: Timeline) -> dict[str, float]:
+    """Return seconds of each of `TERMS`; their sum is the makespan."""
+    by_step = terms_by_step(timeline)
+    return {name: float(seconds.sum()) for name, seconds in by_step.items()}
+
+
+def terms_by_step(timeline: Timeline) -> dict[str, np.ndarray]:
+    """Return seconds of each of `TERMS` in each forward pass, from the end of the one
+    before to its own: float64 [steps].
+
+    ``lanes`` is from the end of a layer step's planning to the end of its last
+    operation; ``between`` is all the rest: the request for a plan, the join, and waking
+    the device.
+    """
+    spans = timeline.frame()
+    passes = timeline.step_frame().set_index("step")
+    seconds = spans["end_s"] - spans["start_s"]
+    kind = spans["kind"]
+    # One after another on one lane, so their seconds simply add up.
+    by_term = {
+        name: seconds[kind == of].groupby(spans["step"]).sum()
+        for name, of in (("dense", "dense"), ("planning", "plan"))
+    }
+
+    # Prefetches are not waited for, and the head's span belongs to no layer.
+    work = kind.isin(("compute", "fetch", "read")) & (spans["layer"] >= 0)
+    last_s, plan_end_s = (
+        spans[chosen].groupby(["step", "layer"])["end_s"].max()
+        for chosen in (work, kind == "plan")
+    )
+    worked_s = (last_s - plan_end_s).clip(lower=0.0)
+    by_term["lanes"] = worked_s.groupby("step").sum()
+
+    # Whatever is left of a step; so the terms add up by construction.
+    table = pd.DataFrame(by_term, passes.index).fillna(0.0)
+    first_s = passes["start_s"].iloc[0]
+    steps_s = np.diff(passes["end_s"], prepend=first_s)
+    table["between"] = steps_s - table.sum(axis=1)
+    return {name: table[name].to_numpy() for name in TERMS}
+
+
+def step_seconds(timeline: Timeline) -> np.ndarray:
+    """Return seconds from each step's end to the next one's, float64 [steps - 1]: the
+    gaps of which TPOT is the mean.
+    """
+    return np.diff(timeline.step_frame()["end_s"])

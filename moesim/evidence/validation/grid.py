@@ -25,10 +25,14 @@ import numpy as np
 from moesim.base.files import ScratchFolder
 from moesim.base.long_work import Every, Journal
 from moesim.evidence.validation.drift import (
+    TERMS,
     ReferenceRuns,
     drift,
     has_reference_runs,
     nearest_run,
+    step_seconds,
+    terms,
+    terms_by_step,
 )
 from moesim.evidence.validation.paired_runs import (
     Trial,
@@ -38,12 +42,6 @@ from moesim.evidence.validation.paired_runs import (
 )
 from moesim.evidence.validation.profile_checks import warnings_of
 from moesim.evidence.validation.results import FIGURES, Cell, Coordinates, Validation
-from moesim.evidence.validation.time_breakdown import (
-    TERMS,
-    step_seconds,
-    terms,
-    terms_by_step,
-)
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.systems import compose as compose_system

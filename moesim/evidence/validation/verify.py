@@ -20,10 +20,10 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.files import write_text
-from moesim.evidence.validation.agreement import LEVEL, ordered_alike
 from moesim.evidence.validation.calibrate import calibrate
 from moesim.evidence.validation.grid import validate
 from moesim.evidence.validation.profile_checks import machine_differences
+from moesim.evidence.validation.results import LEVEL, ordered_alike
 from moesim.hwprofiles.calibration.estimates import measured
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
