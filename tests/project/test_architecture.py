@@ -56,7 +56,7 @@ ONLY_IN = {
     "safetensors": {"runtime"},
     "pulp": {"policies"},
     "highspy": {"policies"},
-    "joblib": {"runs"},
+    "joblib": {"runs", "evidence"},
     "distributed": {"runs"},
     "optuna": {"questions"},
     "matplotlib": {"reporting", "questions"},
