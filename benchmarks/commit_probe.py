@@ -63,7 +63,11 @@ def _replay(trace: Path, policy: str, **options: Any) -> Any:
 def replays(folder: Path, rounds: int) -> dict[str, float]:
     """CPU seconds of a layer step, in SimPy whatever else the commit has."""
     # Commits before the compiled engine know no other.
-    engine = {"engine": "simpy"} if _has("moesim.runs.engines") else {}
+    engine = (
+        {"engine": "simpy"}
+        if _has("moesim.runs.engines") or _has("moesim.engine")
+        else {}
+    )
     run = partial(_replay, folder / "routing.parquet", cache="lru", **engine)
     return _layer_steps("replay", run, REPLAYED, rounds)
 

@@ -17,8 +17,7 @@ from safetensors.numpy import save_file
 from benchmarks import bare_simpy
 from moesim.policies.cache._learned_network import sizes as network_sizes
 from moesim.runs.config import RunConfig
-from moesim.runs.engines import run_trace
-from moesim.runs.replay import replay
+from moesim.runs.replay import replay, simulated
 from moesim.runs.setup import Setup
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
@@ -218,11 +217,12 @@ def _turn(trace: Trace, engine: str, kept: bool | None) -> tuple[float, int]:
         run = replay(trace, "greedy", cache="lru", hw=MACHINE, engine=engine, keep=kept)
         seconds = time.process_time() - begin_s
         return seconds, run.metrics["layer_steps"]
-    setup = Setup.of(RunConfig.of(trace, "greedy", cache="lru", hw=MACHINE), trace)
+    config = RunConfig.of(trace, "greedy", cache="lru", hw=MACHINE, engine=engine)
+    setup = Setup.of(config, trace)
     planner = setup.planner()
     timeline = Timeline(setup.profile.lanes, sink=lambda *_: None)
     begin_s = time.process_time()
-    result = run_trace(trace, planner, setup.profile, timeline, engine=engine)
+    result, _ = simulated(setup, trace, planner, timeline)
     return time.process_time() - begin_s, result.layer_steps
 
 

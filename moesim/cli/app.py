@@ -21,7 +21,7 @@ from moesim.cli.output import COMMAND_WORDS, print_notes
 GROUPS = {
     "Begin here": {
         "replay": ("replay:replay", "Replay a trace through a policy on a machine."),
-        "compare": ("compare:compare", "Replay one trace under several policies."),
+        "compare": ("questions:compare", "Replay one trace under several policies."),
         "advise": ("advise:advise", "Say which llama.cpp flags are fastest here."),
         "list": ("listing:list_", "List policies, systems, machines, models."),
         "config": ("listing:config", "Print a configuration file to start from."),
@@ -30,13 +30,16 @@ GROUPS = {
         "sweep": ("sweeps:sweep", "Replay every combination of any options."),
         "search": ("sweeps:search", "Search for the best policy, memory and machine."),
         "results": ("sweeps:results", "Ask questions of the results of sweeps."),
-        "hits": ("hits:hits", "Hit rates of caches at several sizes."),
+        "hits": ("questions:hits", "Hit rates of caches at several sizes."),
     },
     "Explain": {
-        "gap": ("gap:gap", "Say where a policy loses its time."),
-        "sensitivity": ("evidence:sensitivity", "Say which constant decides who wins."),
+        "gap": ("questions:gap", "Say where a policy loses its time."),
+        "sensitivity": (
+            "questions:sensitivity",
+            "Say which constant decides who wins.",
+        ),
         "quality": (
-            "quality:quality",
+            "questions:quality",
             "Measure what a policy does to a model's answers.",
         ),
     },
@@ -52,10 +55,10 @@ GROUPS = {
     "This machine": {
         "doctor": ("machine:doctor", "Say what of this PC works."),
         "profile": ("machine:profile", "Measure this PC."),
-        "verify": ("evidence:verify", "Say whether the simulator holds on this PC."),
-        "calibrate": ("evidence:calibrate", "Learn this PC's costs from runs."),
+        "verify": ("machine:verify", "Say whether the simulator holds on this PC."),
+        "calibrate": ("machine:calibrate", "Learn this PC's costs from runs."),
         "run": ("run:run", "Run real experts on this machine."),
-        "validate": ("evidence:validate", "Compare simulated with measured runs."),
+        "validate": ("machine:validate", "Compare simulated with measured runs."),
     },
     "Research": {
         "reproduce": ("reproduce:reproduce", "Published figures beside ours.")

@@ -261,10 +261,7 @@ class _CommandLine:
                 ctx=context,
                 param_hint="TRACE",
             )
-        # It knows the policies' names, which help does not need.
-        from moesim.runs.words import check_words
-
-        check_words(config)
+        _check_names(config)
         return config
 
     def _read(self, file: Path, context: typer.Context) -> dict[str, Any]:
@@ -300,6 +297,34 @@ class _CommandLine:
         if not colon or field is None:
             return error
         return typer.BadParameter(reason, ctx=context, param_hint=flag_of(field))
+
+
+def _check_names(config: RunConfig) -> None:
+    """Check the names of policies, machine, trace and shape, before anything is imported
+    that takes longer to load than a typing error is worth.
+
+    Raises:
+        PolicyError: there is no such system or policy.
+        ProfileError: no such machine, or a damaged profile.
+        TraceError: no such trace, or no such shape.
+    """
+    from moesim.hwprofiles.profile import load_profile
+    from moesim.policies.registry import KINDS, check_name
+    from moesim.traces.shipped import find_trace
+
+    system = config.system
+    for kind in KINDS:
+        check_name(getattr(system, kind), kind)
+    if isinstance(config.hw, str | Path):
+        # Read once in a process.
+        load_profile(config.hw)
+    if isinstance(config.trace, str | Path):
+        find_trace(config.trace)
+    # Only measured runs have one.
+    if (shape := getattr(config, "shape", None)) is not None:
+        from moesim.traces.models import model_shape
+
+        model_shape(shape)
 
 
 def _fields(kind: type[Options] | None) -> dict[str, Field[Any]]:

@@ -46,8 +46,7 @@ from moesim.reporting.parts import Column, Listing, records, trace_words
 from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.engines import run_trace
-from moesim.runs.replay import clairvoyant_rules, replay
+from moesim.runs.replay import clairvoyant_rules, replay, simulated
 from moesim.runs.setup import (
     Setup,
     begins,
@@ -249,7 +248,7 @@ def gap(
     passes: dict[str, Any] = {"batch": config.batch, "steps": config.steps}
 
     def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
-        return run_trace(opened, planner, setup.profile, timeline, **passes)
+        return simulated(setup, opened, planner, timeline)[0]
 
     # Oracles know all forward passes, and no more than those that are replayed.
     future = setup.future or RecordedFuture.of(opened, **passes)
@@ -338,10 +337,12 @@ def split_eviction(
             extras=load_artefacts(setup.config.artefacts),
         )
         misses[name] = counts.accesses - counts.hits
-    own = misses[under_study]
+    own_misses = misses[under_study]
     frame = pd.DataFrame(misses.items(), columns=["cache", "misses"])
     frame["miss_rate"] = frame["misses"] / (counts.accesses or math.nan)
-    frame["closes"] = (own - frame["misses"]) / (own - misses[BELADY] or math.nan)
+    frame["closes"] = (own_misses - frame["misses"]) / (
+        own_misses - misses[BELADY] or math.nan
+    )
     return frame.sort_values("misses", kind="stable", ignore_index=True)
 
 

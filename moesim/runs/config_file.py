@@ -128,32 +128,14 @@ def read_config(
         ConfigError: as `load_config`.
     """
     file = Path(path)
-    if content is None:
-        content = read_content(file)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected keys and values, found a {content!r:.40}")
-
+    content = _table(file, "", read_content(file) if content is None else content)
     version = commit = None
     if file.suffix == ".json" and "config" in content:
         # The figures of a run stand around its configuration.
-        recorded = content["config"]
-        if not isinstance(recorded, dict):
-            raise ConfigError(
-                f"{file}: config: expected keys and values, found {recorded!r:.40}"
-            )
+        recorded = _table(file, "config: ", content["config"])
         version = recorded.get("version")
         commit = recorded.get("git_commit")
-        content = recorded.get("options")
-        if content is None:
-            raise ConfigError(
-                f"{file}: config.options: expected the options of the run, found none;"
-                " this file was written by an older version, which did not keep them"
-            )
-        if not isinstance(content, dict):
-            raise ConfigError(
-                f"{file}: config.options: expected keys and values, found"
-                f" {content!r:.40}"
-            )
+        content = _table(file, "config.options: ", recorded.get("options"))
 
     known = _FIELDS | dict(more or {})
     values = dict(content)
@@ -171,6 +153,14 @@ def read_config(
             if name not in _FIELDS or value != default_of(_FIELDS[name])
         }
     return ConfigFile(file, values, version, commit)
+
+
+def _table(file: Path, where: str, content: Any) -> Mapping[str, Any]:
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{file}: {where}expected keys and values, found a {content!r:.40}"
+        )
+    return content
 
 
 def read_content(file: Path) -> Any:

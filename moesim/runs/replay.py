@@ -19,7 +19,6 @@ from moesim.policies.systems import compose
 from moesim.runs.bound import replay_bound
 from moesim.runs.clairvoyant import is_searched, searched
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.engines import FAST, SIMPY, clock_of, run_trace
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
     Setup,
@@ -50,12 +49,13 @@ from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from moesim.engine.planner import Planner
     from moesim.runs.config import MemoryOptions
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
 
@@ -125,7 +125,7 @@ def replay(
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
     try:
         with policy_faults():
-            result, requests = _simulated(setup, opened, planner, timeline, progress)
+            result, requests = simulated(setup, opened, planner, timeline, progress)
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
@@ -155,7 +155,7 @@ def replay(
     warnings += _without_effect(setup, planner)
     warnings += planner.policies.remarks()
     effective = setup.effective_config(opened) | {"begins": started}
-    effective["engine"] = SIMPY if config.engine == SIMPY else FAST
+    effective["engine"] = "simpy" if config.engine == "simpy" else "fast"
     run = Run(metrics, timeline, effective, warnings, bound=bound)
     if out is not None:
         save_run(run, Path(out))
@@ -167,38 +167,47 @@ def _held_bytes(planner: Planner) -> int:
     return sum(memory.used_high_bytes for memory in planner.gpu)
 
 
-def _simulated(
+def simulated(
     setup: Setup,
     trace: Trace,
     planner: Planner,
     timeline: Timeline,
-    progress: Callable[[RoutedStep], None] | None,
+    progress: Callable[[RoutedStep], None] | None = None,
 ) -> tuple[ReplayResult, RequestSteps | None]:
     """Simulate every forward pass; the requests too, where they arrive one by one."""
     config = setup.config
-    profile = setup.profile
-    if config.arrivals is None:
-        result = run_trace(
-            trace,
-            planner,
-            profile,
-            timeline,
-            engine=config.engine,
-            batch=config.batch,
-            steps=config.steps,
-            noise_seed=config.noise_seed,
-            progress=progress,
-        )
-        return result, None
+    clock: dict[str, Any] = {}
+    if config.engine == "simpy":
+        # Imported where it runs; both clocks give the same results to the last bit.
+        from moesim.sim.simpy_clock import SimpyClock  # noqa: PLC0415 - see above
+
+        clock = {"clock": SimpyClock}
     simulation = Replay(
-        profile,
-        planner,
-        timeline,
-        noise_seed=config.noise_seed,
-        **clock_of(config.engine),
+        setup.profile, planner, timeline, noise_seed=config.noise_seed, **clock
     )
+    if config.arrivals is None:
+        return simulation.run(_blocks(trace, planner, config), progress), None
     requests = _requests(setup, trace, planner, simulation)
     return simulation.run(requests.steps(config.steps), progress), requests
+
+
+MOST_KEPT_ROWS = 1 << 16
+"""Rows of a trace whose blocks are kept for the next run: about ten megabytes."""
+
+
+def _blocks(trace: Trace, planner: Planner, config: RunConfig) -> Iterable[LayerSteps]:
+    """What a run reads of a trace."""
+    reads = planner.reads
+    blocks = layer_steps(trace, batch=config.batch, steps=config.steps, **reads)
+    if reads["columns"] or reads["routing"] or trace.rows > MOST_KEPT_ROWS:
+        return blocks
+    # Runs of a sweep differ in policies and machines far more often than in this.
+    cut = (trace.passes, config.batch, config.steps)
+    if cut not in trace.last_cut:
+        kept = list(blocks)
+        trace.last_cut.clear()
+        trace.last_cut[cut] = kept
+    return trace.last_cut[cut]
 
 
 def _metrics(
@@ -240,7 +249,7 @@ def clairvoyant_rules(config: RunConfig) -> RunConfig:
         walked = trace if same_passes else trace_of(trial)
         setup = Setup.of(trial, walked, future=future if same_passes else None)
         timeline = Timeline(setup.profile.lanes, sink=lambda _table, _chunk: None)
-        result, _ = _simulated(setup, walked, setup.planner(), timeline, None)
+        result, _ = simulated(setup, walked, setup.planner(), timeline)
         timeline.close()
         return result.makespan_s
 

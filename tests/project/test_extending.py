@@ -139,7 +139,7 @@ def test_an_extension_is_the_files_that_the_page_shows(project, title):
         assert name not in METRICS
         page = place(project, "docs/reference/metrics.md").read_text(encoding="utf-8")
         assert f"`{name}`" in page
-    if added.endswith("hits.py"):
+    if added.endswith("questions.py"):
         assert "belady" in printed
         assert "lru" not in printed
 

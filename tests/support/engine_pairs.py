@@ -10,7 +10,7 @@ from moesim.hwprofiles.lanes import lane_names
 from moesim.hwprofiles.profile import Contention, HardwareProfile, load_profile
 from moesim.hwprofiles.schema import Quantity
 from moesim.runs.config import RunConfig
-from moesim.runs.engines import FAST, SIMPY, run_trace
+from moesim.runs.replay import simulated
 from moesim.runs.setup import Setup, figures_of, trace_of, watts
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
@@ -56,16 +56,8 @@ class Outcome:
 def outcome(engine, setup, trace, config):
     planner = setup.planner()
     timeline = Timeline(setup.profile.lanes)
-    result = run_trace(
-        trace,
-        planner,
-        setup.profile,
-        timeline,
-        engine=engine,
-        batch=config.batch,
-        steps=config.steps,
-        noise_seed=config.noise_seed,
-    )
+    setup = replace(setup, config=config.replaced(engine=engine))
+    result, _ = simulated(setup, trace, planner, timeline)
     timeline.close()
     metrics = summarise(timeline, power=watts(setup.profile))
     return Outcome(result, timeline, metrics, figures_of(planner))
@@ -78,7 +70,7 @@ def both(trace, policy, **options):
     # Cut into the passes that a configuration, or its system, says.
     trace = trace_of(config)
     setup = Setup.of(config, trace, profile=profile)
-    return tuple(outcome(clock, setup, trace, config) for clock in (SIMPY, FAST))
+    return tuple(outcome(clock, setup, trace, config) for clock in ("simpy", "fast"))
 
 
 def assert_equal(first, second):

@@ -1,14 +1,322 @@
-"""`moesim doctor` and `moesim profile` look at this machine."""
+"""`moesim doctor`, `profile`, `verify`, `calibrate` and `validate`: this machine, and how
+far the simulator is from it.
+"""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moesim.base.options import JsonOptions, option, target_argument
+from moesim.base.options import (
+    JsonOptions,
+    folder_option,
+    input_option,
+    minutes_option,
+    option,
+    policies_option,
+    seed_option,
+    target_argument,
+)
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
+from moesim.runs.config import of_run
+
+if TYPE_CHECKING:
+    from moesim.evidence.validation.results import Validation
+
+DIFFERENT = 1
+"""Exit code of a simulator that does not hold here."""
+REPORT = ("validation.json", "validation.md", "validation.html")
+"""What `validate` writes into a folder."""
+
+STORES = "Folder of the experts' stores. Default: a temporary one."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions(JsonOptions):
+    """What `moesim verify` is asked."""
+
+    out: Path = option(
+        Path("verify"),
+        "Folder of all results; an interrupted call is continued there.",
+        metavar="DIR",
+        place="folder",
+    )
+    minutes: float | None = minutes_option(
+        "For everything; decides how many cells and repetitions are made. Default: 10,"
+        " and 8 with --gpu."
+    )
+    gpu: bool = option(
+        False,
+        "Instead: check the card, measure it, record with it, and run real experts on it"
+        " beside simulated ones; the page is gpu.md.",
+        excludes=("seed",),
+    )
+    rehearse: bool = option(
+        False, "Walk through --gpu on the host accelerator.", needs=("gpu",)
+    )
+    seed: int = seed_option()
+
+
+@from_dataclass(from_file=False)
+def verify(options: VerifyOptions) -> None:
+    """Measure this PC, calibrate, run a grid for real and simulated, and say whether
+    the simulator holds here. Keep the PC quiet meanwhile.
+
+    \b
+    Examples:
+      moesim verify
+      moesim verify --minutes 30 --out report
+      moesim verify --gpu --out gpu
+    """
+    if options.gpu:
+        _gpu(options)
+        return
+    from moesim.evidence.validation import report
+    from moesim.evidence.validation import verify as library
+
+    line = output.command_line()
+    with output.bar("verifying", 1.0) as progress:
+        verification = library.verify(
+            options.out,
+            minutes=options.minutes or library.MINUTES,
+            seed=options.seed,
+            save=lambda result: report.save(result, options.out, line),
+            progress=progress,
+        )
+    places = [options.out / library.VERDICT]
+    notes = []
+    if verification.result is not None:
+        places.append(options.out / "validation.html")
+        notes = verification.result["warnings"]
+    facts = verification.to_json()
+    output.tell(options, facts, [verification.words], *places, notes=notes)
+    if verification.holds is False:
+        raise typer.Exit(DIFFERENT)
+
+
+def _gpu(options: VerifyOptions) -> None:
+    """Measure everything about the card, and print the verdict and the time per part.
+
+    Raises:
+        typer.Exit: code 1 where something does not hold.
+    """
+    from moesim.evidence import gpu as library
+
+    output.quiet_libraries()
+    with output.bar("verifying", 1.0) as progress:
+        session = library.verify_gpu(
+            options.out,
+            rehearse=options.rehearse,
+            minutes=options.minutes or library.MINUTES,
+            progress=progress,
+        )
+    seconds = library.part_seconds(session.steps)
+    lines = library.verdict(session.steps)
+    facts = {"verdict": lines, "seconds": seconds, "machine": session.machine}
+    took = ", ".join(f"{part} {took_s:.0f} s" for part, took_s in seconds.items())
+    output.tell(options, facts, [*lines, took], options.out / library.PAGE)
+    if library.holds(session.steps) is False:
+        raise typer.Exit(DIFFERENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateOptions(JsonOptions):
+    """What `moesim validate` is asked."""
+
+    traces: tuple[Path, ...] = input_option(
+        "moesim traces (Parquet).",
+        argument=True,
+        metavar="TRACE…",
+    )
+    policy: tuple[str, ...] = policies_option(
+        *("all-cpu+none", "on-demand+lru", "fixed-mapping+lru"),
+        *("static-threshold+lru", "greedy+lru", "greedy+lfu"),
+    )
+    cache_ratio: tuple[float, ...] = of_run("cache_ratio", (0.1, 0.3, 0.6))
+    batch: tuple[int, ...] = of_run("batch", (1, 4))
+    shape: tuple[str, ...] | None = option(
+        None,
+        "Sizes of the experts. Default: the trace's own.",
+        metavar="NAME[/N]",
+    )
+    host_ratio: tuple[float, ...] = option(
+        (1.0,),
+        "Shares of experts in host memory.",
+        metavar="R",
+    )
+    hw: str | None = option(
+        None,
+        "Profile of this machine. Default: measured now.",
+        metavar="FILE",
+        place="input",
+    )
+    steps: int = option(16, "Forward passes of each run.", minimum=2)
+    repetitions: int = option(5, "Of each real run.", minimum=1)
+    minutes: float | None = minutes_option(
+        "A limit: cells and repetitions that do not fit are left out, and named."
+    )
+    store: Path | None = option(None, STORES, metavar="DIR")
+    out: Path | None = folder_option(
+        "Write the report there, after every half minute; a second call goes on.",
+        *REPORT,
+    )
+    seed: int = seed_option()
+
+
+@from_dataclass(from_file=False)
+def validate(options: ValidateOptions) -> None:
+    """Run a grid for real and simulated, interleaved, and say how far they differ.
+    Calibrate once before.
+
+    \b
+    Examples:
+      moesim validate q.parquet --shape olmoe-1b-7b/2 --hw hw.toml --out report
+      moesim validate q.parquet --hw hw.toml --out report --minutes 10
+      moesim validate a.parquet b.parquet --policy greedy+lru,on-demand+lru --cache-ratio 0.2,0.5 --json
+    """
+    from moesim.evidence.validation import grid as library
+    from moesim.evidence.validation import report
+    from moesim.evidence.validation.report import validation_answer
+
+    out = options.out
+    line = output.command_line()
+    places: list[Path] = []
+
+    def save(validation: "Validation") -> dict[str, Any]:
+        result = validation.to_json()
+        if out is not None:
+            places[:] = report.save(result, out, line)
+        return result
+
+    # Simulated and measured runs take turns, so that drift of the machine hits both.
+    with output.bar("validating", 1.0) as progress:
+        validation = library.validate(
+            list(options.traces),
+            policies=options.policy,
+            cache_ratios=options.cache_ratio,
+            hw=options.hw,
+            steps=options.steps,
+            batches=options.batch,
+            # None stands for the shape of each trace.
+            shapes=options.shape or (None,),
+            host_ratios=options.host_ratio,
+            repetitions=options.repetitions,
+            stores=options.store,
+            seed=options.seed,
+            minutes=options.minutes,
+            journal=None if out is None else out / "runs.jsonl",
+            on_result=None if out is None else save,
+            progress=progress,
+        )
+    answer = validation_answer(save(validation))
+    output.present(answer, options, more=places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions(JsonOptions):
+    """What `moesim calibrate` is asked."""
+
+    target: Path = target_argument("The profile to write.", Path("hw.toml"))
+    runs: tuple[Path, ...] = input_option(
+        "Learn from these folders of finished real runs (moesim run --out) instead of"
+        " making designed ones.",
+        (),
+        metavar="RUN",
+        flag="--from",
+        excludes=("quick", "shape", "minutes", "store"),
+    )
+    quick: bool = option(False, "Shorter runs.")
+    shape: tuple[str, ...] | None = option(
+        None,
+        "Two sizes of experts, the larger first.",
+        metavar="NAME[/N]",
+    )
+    hw: str | None = option(
+        None,
+        "Profile to start from. Default: measured first, about 10 s; with --from that"
+        " of DST where it is there, else that of the first run.",
+        metavar="FILE",
+    )
+    minutes: float | None = minutes_option(
+        "A limit: runs are repeated for so long at most, until no constant is so wide"
+        " that predictions move by more than 2 %.",
+    )
+    force: bool = option(False, "Write a profile that cannot be trusted all the same.")
+    store: Path | None = option(None, STORES, metavar="DIR")
+    seed: int = seed_option()
+
+
+@from_dataclass(from_file=False)
+def calibrate(options: CalibrateOptions) -> None:
+    """Calibrate this machine by a designed set of short runs, and write its profile. A
+    few minutes; keep it quiet. With --from by runs that were made before.
+
+    \b
+    Examples:
+      moesim calibrate hw.toml
+      moesim calibrate --quick --shape qwen3-30b-a3b/2,qwen3-30b-a3b/4
+      moesim calibrate --minutes 5
+      moesim calibrate hw.toml --from monday,tuesday
+    """
+    if options.runs:
+        _from(options)
+        return
+    from moesim.evidence.validation import calibrate as library
+    from moesim.evidence.validation.profile_checks import speed_change, wide_constants
+
+    sizes = options.shape or library.SHAPES
+    # One size cannot tell latency from bandwidth.
+    if len(sizes) < 2:
+        raise typer.BadParameter(
+            f"expected two sizes, the larger first, got {','.join(sizes)!r}",
+            param_hint="--shape",
+        )
+    with output.bar("calibrating", 1.0) as progress:
+        profile = library.calibrate(
+            options.target,
+            shapes=sizes,
+            quick=options.quick,
+            hw=options.hw,
+            stores=options.store,
+            seed=options.seed,
+            force=options.force,
+            minutes=options.minutes,
+            progress=progress,
+        )
+
+    # Small changes are said; of large ones a profile is not written.
+    if (warning := speed_change(profile)) is not None:
+        print(f"note: {warning}", file=sys.stderr)
+    facts = {"name": profile.name, "digest": profile.digest, "fit": profile.fit}
+    lines = [profile.description]
+    for name, report in sorted(profile.fit.items()):
+        lines.append(
+            f"  {name:<12}  median {100 * report['residual_median']:.1f} %, worst"
+            f" {100 * report['residual_worst']:.1f} %"
+        )
+    wide = wide_constants(profile, library.shape_of(sizes[0]))
+    lines += [f"still wide: {each.words()}" for each in wide]
+    output.tell(options, facts, lines, options.target)
+
+
+def _from(options: CalibrateOptions) -> None:
+    """Learn from finished runs, and say how they are predicted now."""
+    from moesim.evidence.validation.learning import learn_from
+
+    with output.bar("learning", 1.0) as progress:
+        learned = learn_from(
+            list(options.runs),
+            options.target,
+            hw=options.hw,
+            force=options.force,
+            seed=options.seed,
+            progress=progress,
+        )
+    lines = [learned.profile.description, *learned.lines()]
+    output.tell(options, learned.to_json(), lines, options.target)
 
 
 def disk_option(default: str) -> Any:
@@ -37,11 +345,10 @@ def doctor(options: DoctorOptions) -> None:
       moesim doctor
       moesim doctor --disk /mnt/nvme --json > doctor.json
     """
-    from moesim.cli.output import bar, quiet_libraries
     from moesim.evidence.doctor import diagnose
 
-    quiet_libraries()
-    with bar("checking", 1.0) as show:
+    output.quiet_libraries()
+    with output.bar("checking", 1.0) as show:
         diagnosis = diagnose(options.disk, show)
     output.tell(options, diagnosis.to_json(), diagnosis.lines())
     if diagnosis.of("fails"):
@@ -79,11 +386,10 @@ def profile(options: ProfileOptions) -> None:
       moesim profile
       moesim profile laptop.toml --quick --disk /mnt/nvme
     """
-    from moesim.cli.output import bar
     from moesim.runtime.measure.profile import measure
     from moesim.traces.models import model_shape
 
-    with bar("measuring", 1.0) as show:
+    with output.bar("measuring", 1.0) as show:
         machine = measure(
             # The default is chosen where the costs of other sizes are derived.
             None if options.shape is None else model_shape(options.shape),

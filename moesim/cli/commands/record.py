@@ -104,10 +104,9 @@ def record(options: RecordCommand) -> None:
         _finish(options)
         return
     _check(options)
-    from moesim.cli.output import bar, quiet_libraries
 
     # Before the imports, since the libraries look at it when they are imported.
-    quiet_libraries()
+    output.quiet_libraries()
     from moesim.runtime.record.record import record as run
     from moesim.runtime.text import read_prompts
 
@@ -115,7 +114,10 @@ def record(options: RecordCommand) -> None:
     _check_unfinished(options.target, resume=options.resume)
     with _opened_model(options) as local:
         vectors = _residual_of(options, local, texts)
-        with bar("recording", len(texts)) as show, _hint_when_stopped(options.target):
+        with (
+            output.bar("recording", len(texts)) as show,
+            _hint_when_stopped(options.target),
+        ):
             recording = run(
                 local,
                 texts,
@@ -229,12 +231,11 @@ def _opened_model(options: RecordCommand) -> Iterator["LocalModel"]:
 
         yield load_model(options.model, device=options.device)
         return
-    from moesim.cli.output import bar
     from moesim.runtime.record.stored_model import stored_model
 
     # The bar ends when the store is open, the store only after the recording.
     with ExitStack() as resources:
-        with bar("opening the store", 1.0) as show:
+        with output.bar("opening the store", 1.0) as show:
             opened = stored_model(
                 options.model,
                 options.store,
@@ -252,7 +253,6 @@ def _residual_of(
     """Read residual vectors, or calibrate them where they are wanted: on the texts
     beside --calibration, else on the corpus that ships.
     """
-    from moesim.cli.output import bar
     from moesim.runtime.record.calibration import Residual, residual_vectors
 
     # A file that was not named is read if it is there, and never written.
@@ -261,7 +261,7 @@ def _residual_of(
         return Residual.load(file)
     if options.residual is None and options.calibration is None:
         return None
-    with bar("calibrating residual vectors"):
+    with output.bar("calibrating residual vectors"):
         vectors = residual_vectors(local, texts if options.calibration else None)
     if options.residual is not None:
         vectors.save(file)

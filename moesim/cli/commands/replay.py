@@ -46,7 +46,6 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
       moesim replay q.parquet --policy fiddler --hw hw.toml --html run.html --perfetto run.json.gz
       moesim replay --config run/run.json --batch 4
     """
-    from moesim.cli.output import bar
     from moesim.questions.replay import run_answer
     from moesim.runs.replay import replay as replay_trace
     from moesim.runs.replay import share_of
@@ -54,7 +53,7 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
 
     # Opened once, for the bar and for the replay.
     config, _ = opened(config)
-    with bar(config.policy, 1.0) as show:
+    with output.bar(config.policy, 1.0) as show:
         run = replay_trace(
             config,
             out=options.out,

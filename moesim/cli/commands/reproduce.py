@@ -13,8 +13,8 @@ from moesim.base.options import (
     option,
     seed_option,
 )
+from moesim.cli import output
 from moesim.cli.options import from_dataclass
-from moesim.cli.output import command_line, present, tell
 
 if TYPE_CHECKING:
     from moesim.reporting.answers import Answer
@@ -87,7 +87,6 @@ def reproduce(options: ReproduceOptions) -> None:
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
-    from moesim.cli.output import bar
     from moesim.evidence.reproduction import routing as library
     from moesim.reporting.tables import facts_lines
 
@@ -99,28 +98,27 @@ def reproduce(options: ReproduceOptions) -> None:
         answer, paths = (_map if options.name == MAP else _all)(options.out, options)
         # A terminal shows the first table; the page has all.
         answer.tables = answer.tables[:1]
-        present(answer, options, more=paths)
+        output.present(answer, options, more=paths)
         return
     # Without a name the user cannot know one yet.
     if options.name is None:
         entries = _entries()
         facts = [(e["name"], f"{e['summary']}; needs {e['needs']}") for e in entries]
-        tell(options, entries, facts_lines(facts))
+        output.tell(options, entries, facts_lines(facts))
         return
     # On the command line 0 stands for all, which the library calls None.
     stated = options.steps
-    with bar(options.name):
+    with output.bar(options.name):
         reproduction = library.reproduce(
             options.name,
             options.traces,
             steps=library.DEFAULT_STEPS if stated is None else stated or None,
             seed=options.seed,
         )
-    present(reproduction.answer(), options)
+    output.present(reproduction.answer(), options)
 
 
 def _all(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
-    from moesim.cli.output import bar
     from moesim.evidence.reproduction.questions import papers
     from moesim.evidence.reproduction.report import reproduced_answer, write
     from moesim.evidence.reproduction.reproduce_all import reproduce_all
@@ -132,7 +130,7 @@ def _all(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
                 param_hint="--paper",
             )
     out.mkdir(parents=True, exist_ok=True)
-    with bar("reproducing", 1.0) as show:
+    with output.bar("reproducing", 1.0) as show:
         reproduced = reproduce_all(
             out,
             papers=options.paper,
@@ -140,7 +138,7 @@ def _all(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
             progress=show,
         )
     answer = reproduced_answer(reproduced)
-    answer.command = command_line()
+    answer.command = output.command_line()
     paths = write(out, answer)
     answer.notes = []
     answer.data = answer.data["summary"]
@@ -148,14 +146,13 @@ def _all(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
 
 
 def _map(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
-    from moesim.cli.output import bar
     from moesim.evidence.reproduction.field_map import field_map, map_answer, write_map
 
     out.mkdir(parents=True, exist_ok=True)
-    with bar("mapping", 1.0) as show:
+    with output.bar("mapping", 1.0) as show:
         mapped = field_map(out, jobs=options.jobs, progress=show)
     answer = map_answer(mapped)
-    answer.command = command_line()
+    answer.command = output.command_line()
     return answer, write_map(out, mapped, answer)
 
 

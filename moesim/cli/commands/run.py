@@ -65,9 +65,8 @@ def run(config: MeasuredConfig, options: RunOptions) -> None:
     # Importing torch takes seconds, and an error should not.
     check_installed("torch")
     _check(config, options)
-    from moesim.cli.output import quiet_libraries
 
-    quiet_libraries()
+    output.quiet_libraries()
     measured = _measured(config, options)
     if options.as_json:
         print(json.dumps(measured.to_json(), indent=2))
@@ -86,11 +85,10 @@ def run(config: MeasuredConfig, options: RunOptions) -> None:
 
 def _measured(config: MeasuredConfig, options: RunOptions) -> "MeasuredRun":
     """Run the trace of a configuration, or its model on texts."""
-    from moesim.cli.output import bars
     from moesim.runs import live, measured
     from moesim.runtime.text import read_prompts
 
-    with bars("store", "running") as (building, running):
+    with output.bars("store", "running") as (building, running):
         # How many forward passes there will be is unknown: texts end when they end.
         running(0, None)
         keywords: dict[str, Any] = {

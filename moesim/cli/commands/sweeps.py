@@ -69,13 +69,12 @@ def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
       moesim sweep exp.toml --seed 0,1,2,3 --results results
       moesim sweep exp.toml --cluster tcp://192.168.0.5:8786 --results results
     """
-    from moesim.cli.output import bar
     from moesim.questions.ranked import ranked_answer
     from moesim.runs.sweeps.plan import planned
     from moesim.runs.sweeps.sweep import configs_of, run_sweep
 
     plan = planned(configs_of(sources(options.source, axes), axes))
-    with bar("replaying", 1.0) as show:
+    with output.bar("replaying", 1.0) as show:
         swept = run_sweep(
             plan,
             results=options.results,
@@ -147,13 +146,12 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
       moesim search q.parquet --policy greedy,fiddler --over cache_ratio=0.05:0.5 --objective tpot_s,gpu_bytes
       moesim search q.parquet --policy on-demand --cache lfu --over cache.decay=0.5:0.99
     """
-    from moesim.cli.output import bar
     from moesim.questions.search import search as search_for
     from moesim.questions.search import search_answer
 
     (trace,) = _single(sources(options.source, axes))
     ranges = dict(map(_range, options.over))
-    with bar("searching", 1.0) as show:
+    with output.bar("searching", 1.0) as show:
         searched = search_for(
             trace,
             objectives=options.objective,

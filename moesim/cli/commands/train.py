@@ -69,7 +69,6 @@ def train_cache(options: TrainCacheOptions) -> None:
       moesim replay q.parquet --policy on-demand --cache flashmoe --artefacts learned
     """
     from moesim.base.files import write_text
-    from moesim.cli.output import bar
     from moesim.questions import learned_cache as learned
     from moesim.runtime.train.cache import Recipe, train
     from moesim.traces.format.reader import open_trace
@@ -77,7 +76,7 @@ def train_cache(options: TrainCacheOptions) -> None:
     opened = open_trace(options.trace)
     training, judging, judged_on = _parts(options, opened)
     recipe = Recipe(hidden=options.hidden, epochs=options.epochs)
-    with bar("training", options.epochs) as show:
+    with output.bar("training", options.epochs) as show:
         trained = train(
             training,
             opened.shape,
@@ -92,7 +91,7 @@ def train_cache(options: TrainCacheOptions) -> None:
         "batch": options.batch,
     }
     sizes = learned.cache_sizes(opened.shape, options.cache_ratio)
-    with bar("judging on the held-out part"):
+    with output.bar("judging on the held-out part"):
         report = learned.report(
             judged_on,
             judging,

@@ -152,12 +152,12 @@ def figure(excerpt: Excerpt, described: Mapping[str, Any]) -> float:
         for key, value in arguments.items()
     }
     wanted = stated.pop("figure", None)
-    found = computed(excerpt, name, tuple(sorted(stated.items())))
+    figures = computed(excerpt, name, tuple(sorted(stated.items())))
     if wanted is not None:
-        found = found.get(f"{wanted}".lower())
-    if found is None:
+        figures = figures.get(f"{wanted}".lower())
+    if figures is None:
         raise LacksError(NOTHING_COUNTED)
-    return float(found)
+    return float(figures)
 
 
 @lru_cache(maxsize=64)

@@ -154,13 +154,12 @@ def stats(options: StatsOptions) -> None:
       moesim trace stats trace.parquet --batch 8
       moesim trace stats trace.parquet --html stats.html --out stats
     """
-    from moesim.cli.output import bar
     from moesim.questions.trace_stats import stats_answer
     from moesim.traces.format.reader import open_trace
     from moesim.traces.stats.trace_summary import summarise_trace, write_tables
 
     opened = open_trace(options.trace)
-    with bar("reading", opened.rows) as show:
+    with output.bar("reading", opened.rows) as show:
         summary = summarise_trace(opened, batch=options.batch, progress=show)
     tables: list[Path] = []
     if options.out is not None:

@@ -118,7 +118,6 @@ def import_(options: ImportOptions) -> None:
       moesim trace import unsorted.parquet sorted.parquet
     """
     from moesim.base.units import format_sizes
-    from moesim.cli.output import bar
     from moesim.traces.importers import import_trace
     from moesim.traces.models import model_shape
 
@@ -126,7 +125,7 @@ def import_(options: ImportOptions) -> None:
     model = None
     if options.shape is not None:
         model = model_shape(options.shape, options.quant)
-    with bar("importing") as show:
+    with output.bar("importing") as show:
         imported = import_trace(
             list(options.sources),
             options.target,
@@ -202,14 +201,13 @@ def export(options: ExportOptions) -> None:
       moesim trace export trace.parquet trace.csv --to csv
       moesim trace export trace.parquet slots.csv --to moe-cache-slots --cache-size 9GiB,4GiB
     """
-    from moesim.cli.output import bar
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import open_trace
 
     names = ("cache_size", "tensor_split", "n_cpu_moe")
     stated = {name: getattr(options, name) for name in names}
     remarks: list[str] = []
-    with bar("exporting") as show:
+    with output.bar("exporting") as show:
         records = export_trace(
             open_trace(options.trace),
             options.target,
@@ -281,14 +279,13 @@ def synth(options: SynthOptions) -> None:
       moesim trace synth mixtral.parquet --like mixtral-8x7b --quant q4_k_m --tokens 1e4
       moesim trace synth new.parquet --shape qwen3-235b-a22b --tokens 1e4 --skew 1 --reuse 0.4
     """
-    from moesim.cli.output import bar
     from moesim.traces.synthetic.generate import synth as draw
 
     tokens = int(options.tokens)
     stated = options.options()
     del stated["as_json"]
     compared: list[Any] = []
-    with bar("drawing") as show:
+    with output.bar("drawing") as show:
         trace = draw(
             progress=show,
             comparison=compared.append,
@@ -358,10 +355,9 @@ def predict(options: PredictOptions) -> None:
       moesim trace predict q.parquet p.parquet --recall 0.8 --residual-recall 0.86
       moesim trace predict q.parquet p.parquet --recall 0.82 --at 1 --scores
     """
-    from moesim.cli.output import bar
     from moesim.traces.synthetic.predict import predict as draw_predictions
 
-    with bar("predicting", 1.0) as show:
+    with output.bar("predicting", 1.0) as show:
         predicted = draw_predictions(
             options.trace, progress=show, **options.arguments(draw_predictions)
         )
