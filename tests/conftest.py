@@ -45,12 +45,6 @@ def pytest_addoption(parser):
         "--schedule-seconds", type=float, help="time for each claim; no limit if absent"
     )
     parser.addoption(
-        "--metric-draws",
-        type=int,
-        default=25,
-        help="runs whose metrics are counted twice",
-    )
-    parser.addoption(
         "--interval-draws",
         type=int,
         default=150,

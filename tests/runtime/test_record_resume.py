@@ -108,11 +108,14 @@ def test_stops_may_be_many_and_the_date_is_the_first_ones(tmp_path, whole):
 
 
 def test_resume_with_nothing_to_go_on_with_begins(tmp_path, whole):
-    done = record(
-        family("qwen3_moe"), PROMPTS, tmp_path / "t.parquet", resume=True, **FIXED
-    )
+    """Equal arguments, equal bytes; another seed, other tokens."""
+    model = family("qwen3_moe")
+    done = record(model, PROMPTS, tmp_path / "t.parquet", resume=True, **FIXED)
     assert done.resumed == 0
     assert done.path.read_bytes() == whole.read_bytes()
+    other = record(model, PROMPTS, tmp_path / "o.parquet", seed=1, **FIXED)
+    tokens = [pq.read_table(path)["token"] for path in (whole, other.path)]
+    assert not tokens[0].equals(tokens[1])
 
 
 def test_killed_while_merging_needs_no_model_again(tmp_path, whole, monkeypatch):

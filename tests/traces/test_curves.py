@@ -3,7 +3,6 @@ time.
 """
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.handmade import hand_trace, shape
@@ -17,8 +16,6 @@ from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps, of_sequences
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
 from moesim.traces.stats import hit_rate_curves
 
 
@@ -188,52 +185,3 @@ def test_phases_are_counted_apart_and_add_up(make_trace):
     assert found.accesses("lru", Phase.DECODE).tolist() == [11 * 2] * 3
     both = found.hits("belady", Phase.PREFILL) + found.hits("belady", Phase.DECODE)
     assert both.tolist() == found.hits("belady").tolist()
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("count", [None, 1, 2, 8, 13, 99])
-def test_layer_steps_are_those_of_compose(make_trace, batch, count):
-    """All of them, and so many forward passes."""
-    trace = open_trace(make_trace(sequences=((5, 7), (0, 4), (2, 9)), ragged=True))
-    (block,) = layer_steps(trace, batch=batch, steps=count)
-    steps = [
-        (step, routed)
-        for step in compose(trace, batch=batch, steps=count)
-        for routed in step.layers
-    ]
-    assert len(block.layer) == len(steps)
-    assert block.edges[-1] == len(block.experts) == len(block.tokens)
-    for i, (step, routed) in enumerate(steps):
-        mine = slice(block.edges[i], block.edges[i + 1])
-        named = (block.step[i], block.batch[i], block.phase[i], block.layer[i])
-        assert named == (step.step, step.batch, int(step.phase), routed.layer)
-        assert block.experts[mine].tolist() == routed.experts.tolist()
-        assert block.tokens[mine].tolist() == routed.tokens.tolist()
-
-
-def test_a_real_trace_at_several_sizes(shared_traces, tmp_path):
-    """qwen3-30b-a3b, 48 layers of 128 experts, ragged prompt."""
-    target = tmp_path / "q.parquet"
-    import_trace(
-        shared_traces / "qwen3_30b_a3b_top6.parquet",
-        target,
-        shape=model_shape("qwen3-30b-a3b"),
-    )
-    trace = open_trace(target)
-    found = curves(trace)
-    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace))
-    for slots in (3, 6, 32, 96):
-        assert (
-            found.hits("lru")[:, slots].tolist()
-            == replayed(trace, "lru", slots).tolist()
-        )
-    for slots in (largest, 128):
-        assert (
-            found.hits("belady")[:, slots].tolist()
-            == replayed(trace, "belady", slots).tolist()
-        )
-    for slots in (largest, 1000, 3000):
-        assert (
-            found.hits("belady_global")[slots]
-            == replayed(trace, "belady", slots, scope="global").sum()
-        )

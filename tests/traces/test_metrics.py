@@ -104,6 +104,29 @@ def test_two_batches_with_prefill():
     assert figures["makespan_s"] == 13.0
 
 
+def test_a_run_that_was_cut_in_a_prompt_does_not_know_when_it_would_have_ended():
+    """From 7.25 s on, batches 1, 2 and 3. The first: 6 prompt tokens in 0.75 s, then 3
+    tokens of a draft in 1.5 s. The second: 4 and 1 prompt tokens in 3 s and 1 s, then
+    one in half a second. The third was cut after 6 tokens in 2 s.
+    """
+    timeline = spans.Timeline(LANES)
+    timeline.step(0, 0, 1, 6, 1, 7.25, 8.0)
+    timeline.step(1, 1, 1, 3, 1, 8.0, 9.5)
+    timeline.step(2, 0, 2, 4, 1, 9.5, 12.5)
+    timeline.step(3, 0, 2, 1, 1, 12.5, 13.5)
+    timeline.step(4, 1, 2, 1, 1, 13.5, 14.0)
+    timeline.step(5, 0, 3, 6, 1, 14.0, 16.0)
+    whole, cut = (summarise(timeline, ends_in_prompt=ends) for ends in (False, True))
+    assert (whole["ttft_s"], cut["ttft_s"]) == (6.75 / 3, 4.75 / 2)
+    speeds = whole["prefill_tokens_per_s_seq"], cut["prefill_tokens_per_s_seq"]
+    assert speeds == (pytest.approx((8 + 5 / 4 + 3) / 3), (8 + 5 / 4) / 2)
+    assert of(cut, "batches", "makespan_s", "tpot_s") == (3, 8.75, 0.5)
+    assert of(cut, "prefill_tokens", "decode_tokens") == (17, 4)
+    assert cut["prefill_tokens_per_s"] == 17 / 6.75
+    # Three tokens in 1.5 s, and one in 0.5 s.
+    assert cut["decode_tokens_per_s_seq"] == 2.0
+
+
 def layer_step(timeline, step=0, start_s=0.0):
     """Plan 0-1. CPU computes 1-5. Copy of expert 3 ends at 4, GPU computes resident 2
     at 1-2, then 3 at 4-6.
@@ -186,20 +209,21 @@ def prefetch(timeline, step, layer, expert, start_s):
 
 
 def test_prefetch_accuracy_by_hand():
-    """Expert 1 is found on arrival, 2 under way, 3 never asked for, 4 gone when asked
-    for in the next step; that it is there again later is no merit of the prefetch.
+    """Experts 1 and 6 are found on arrival, 2 under way, 3 never asked for, 4 gone when
+    asked for in the next step; that it is there again later is no merit of the prefetch.
     """
     timeline = spans.Timeline(LANES)
-    for expert in (1, 2, 3, 4):
+    for expert in (1, 2, 3, 4, 6):
         prefetch(timeline, 0, 1, expert, 0.1 * expert)
-    access(timeline, 0, [1, 2], [spans.HIT, spans.DELAYED], layer=1)
+    states = [spans.HIT, spans.DELAYED, spans.HIT]
+    access(timeline, 0, [1, 2, 6], states, layer=1)
     access(timeline, 1, [4, 5], [spans.MISS, spans.MISS], layer=1)
     access(timeline, 2, [4], [spans.HIT], layer=1)
     figures = summarise(timeline)
-    assert figures["prefetched"] == 4
-    assert figures["prefetch_accuracy"] == 2 / 4
-    assert figures["prefetch_coverage"] == 2 / (2 + 2)
-    assert figures["prefetch_timeliness"] == 1 / 2
+    assert figures["prefetched"] == 5
+    assert figures["prefetch_accuracy"] == 3 / 5
+    assert figures["prefetch_coverage"] == 3 / (3 + 2)
+    assert figures["prefetch_timeliness"] == 2 / 3
 
 
 def test_a_prefetch_for_the_next_step_looks_past_the_miss_before_it():
@@ -228,7 +252,8 @@ def test_section_5_6_refetch_rate_counts_what_was_there_five_steps_ago():
     """
     timeline = spans.Timeline(LANES)
     for step, expert in ((0, 1), (5, 1), (11, 1), (11, 2), (17, 2)):
-        timeline.span(H2D, spans.FETCH, step, 0, expert, float(step), step + 0.5, 10)
+        kind = spans.REPLACE if step == 5 else spans.FETCH
+        timeline.span(H2D, kind, step, 0, expert, float(step), step + 0.5, 10)
         access(timeline, step, [expert], [spans.MISS])
         if expert == 2 and step == 11:
             access(timeline, 12, [2], [spans.HIT])
@@ -294,6 +319,7 @@ def test_section_2_5_energy():
     timeline.span(GPU, spans.COMPUTE, 0, 0, 0, 0.0, 4.0, 0)
     timeline.step(0, 1, 0, 3, 3, 0.0, 10.0)
     power = {"platform": (50.0, 0.0), "gpu0": (20.0, 120.0), "ssd": (0.0, 9.0)}
+    power["gpu1"] = (0.0, 7.0)
     figures = summarise(timeline, power=power)
     assert figures["energy_j"] == 50 * 10 + 20 * 10 + 100 * 4
     assert figures["tokens_per_kj"] == pytest.approx(3 / 1.1)

@@ -55,24 +55,26 @@ def predicted(bare):
     return path
 
 
-def recall_of(path, column):
-    """Recall over all tokens, by rank of the used expert: float64 [K]."""
+def recall_of(path, column, at=None):
+    """Recall over all tokens, of the K best or of the `at` best experts, by rank of the
+    used one: float64 [K].
+    """
     trace = open_trace(path)
-    shape = trace.shape
+    at = at or trace.shape.top_k
     depth = int(column[4])
     hits = []
     for rows in trace.sequences([column]):
         # Rows of a ragged prefill have no neighbour at a later layer: a dictionary
         # finds those that are there.
         places = {
-            key: at for at, key in enumerate(zip(rows.pos, rows.layer, strict=True))
+            key: row for row, key in enumerate(zip(rows.pos, rows.layer, strict=True))
         }
         best = np.argsort(-rows.columns[column], axis=1, kind="stable")
-        for (pos, layer), at in places.items():
+        for (pos, layer), place in places.items():
             target = places.get((pos, layer + depth))
             if target is not None:
-                guesses = best[at, : shape.top_k]
-                hits.append(np.isin(rows.experts[target], guesses))
+                used = rows.experts[target, :at]
+                hits.append(np.isin(used, best[place, :at]))
     return np.mean(hits, axis=0)
 
 
@@ -81,19 +83,9 @@ def recall_of(path, column):
 
 def test_recall_at_one_is_how_often_the_best_expert_is_foreseen(bare, tmp_path):
     made = predict(bare, tmp_path / "made", recall=(0.8,), at=1)
-    shares = []
-    for rows in open_trace(tmp_path / "made").sequences(["pred1_raw"]):
-        layer_tokens = dict(
-            zip(zip(rows.pos, rows.layer, strict=True), rows.experts[:, 0], strict=True)
-        )
-        for pos, layer, scores in zip(
-            rows.pos, rows.layer, rows.columns["pred1_raw"], strict=True
-        ):
-            best = layer_tokens.get((pos, layer + 1))
-            if best is not None:
-                shares.append(best == np.argmax(scores))
-    assert np.mean(shares) == pytest.approx(0.8, abs=POINTS)
-    assert made.predictors[0].measured == pytest.approx(np.mean(shares), abs=1e-9)
+    (share,) = recall_of(tmp_path / "made", "pred1_raw", at=1)
+    assert share == pytest.approx(0.8, abs=POINTS)
+    assert made.predictors[0].measured == pytest.approx(share, abs=1e-9)
     # It is foreseen as one of K more often than as the best.
     assert recall_of(tmp_path / "made", "pred1_raw")[0] > 0.9
 

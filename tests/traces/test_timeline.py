@@ -41,12 +41,12 @@ def record(timeline, steps=3, layers=2):
         for layer in range(layers):
             timeline.span(1, DENSE, step, layer, -1, now, now + 1.0, 0)
             timeline.span(5, PLAN, step, layer, -1, now + 1.0, now + 1.5, 0)
-            experts = np.array([2, 6])
+            experts = np.array([0, 6])
             tokens = np.array([1, 1])
             states = np.array([tl.HIT, tl.MISS])
             timeline.access(step, layer, experts, tokens, np.array([0, 1]), states)
             timeline.span(2, FETCH, step, layer, 6, now + 1.5, now + 3.5, 1000 + step)
-            timeline.span(0, COMPUTE, step, layer, 2, now + 1.5, now + 2.5, 0)
+            timeline.span(0, COMPUTE, step, layer, 0, now + 1.5, now + 2.5, 0)
             timeline.span(1, COMPUTE, step, layer, 6, now + 3.5, now + 4.0, 0)
             now += 4.0
         timeline.step(step, int(step > 0), 0, 1, 1, begun, now)
@@ -167,6 +167,8 @@ def test_perfetto_shows_two_runs_side_by_side(tmp_path):
     assert threads == ["forward passes", "MoE layers", *LANES]
     spans = [e for e in events if e["ph"] == "X" and "cat" in e]
     assert [sum(e["pid"] == pid for e in spans) for pid in (1, 2)] == [30, 10]
+    named = {e["name"] for e in spans if e["pid"] == 2 and e["args"]["layer"] == 0}
+    assert named == {"dense", "plan", "fetch L0 E6", "compute L0 E0", "compute L0 E6"}
     fetch = next(e for e in spans if e["cat"] == "fetch")
     assert (fetch["ts"], fetch["dur"], fetch["tid"]) == (1.5e6, 2e6, 1002)
     place = {"step": 0, "layer": 0, "expert": 6}
@@ -229,16 +231,6 @@ def test_perfetto_shows_passes_layers_hits_traffic_and_what_copies_were_for(tmp_
         ]
         assert copy["args"]["expert"] == use["args"]["expert"] == 6
         assert copy["args"]["layer"] == use["args"]["layer"]
-
-
-def test_perfetto_names_the_expert_of_an_operation_if_it_has_one(tmp_path):
-    timeline = Timeline(LANES)
-    timeline.span(1, DENSE, 0, 0, -1, 0.0, 1.0, 0)
-    timeline.span(0, COMPUTE, 0, 0, 0, 1.0, 2.0, 0)
-    timeline.step(0, 0, 0, 1, 1, 0.0, 2.0)
-    write_perfetto(tmp_path / "trace.json", {"run": timeline})
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {e["name"] for e in events if "cat" in e} == {"dense", "compute L0 E0"}
 
 
 def test_perfetto_files_may_be_compressed(tmp_path):

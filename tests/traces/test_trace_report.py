@@ -73,17 +73,6 @@ def test_a_prompt_alone_gives_no_verdict_but_a_page(make_trace, tmp_path):
     assert "curves" not in stats_figures(found)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_figures_that_say_the_same_agree(make_trace, batch):
-    trace = open_trace(make_trace(sequences=((4, 70), (0, 66), (5, 20))))
-    found = summarise_trace(trace, batch=batch)
-    figures = found.figures
-    assert sum(figures["reuse"]) == found.curves.accesses("lru", 1).sum()
-    assert figures["working_set_by_window"]["32"] == pytest.approx(
-        np.mean(figures["working_set"])
-    )
-
-
 def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
     trace = open_trace(
         make_trace("<b>.parquet", sequences=((6, 300),), columns=("pred1_raw",))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.command_line import refused
 from support.engine_pairs import assert_equal, both
 from support.handmade import (
     SizedCosts,
@@ -34,7 +33,7 @@ from moesim.runs.bound import most_experts
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.traces.exporters.oracle_general import RECORD, export
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import ModelShape, TraceHeader
+from moesim.traces.format.schema import TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.stats.statistics import info
@@ -521,13 +520,6 @@ def test_every_result_says_that_widths_were_given(source, tmp_path, command):
     assert info(open_trace(path))["expert_bytes"] == [1536, 6144]
 
 
-def test_a_wrong_width_is_one_line(source, tmp_path, command):
-    assert refused(
-        command("trace", "widths", source, tmp_path / "w.parquet", "--bits", "8,99"),
-        "expected 0 < bits <= 64",
-    )
-
-
 def test_an_exported_trace_has_the_size_of_every_request(source, tmp_path):
     path = set_widths(source, tmp_path / "w.parquet", bits=[8, 2]).path
     trace = open_trace(path)
@@ -536,8 +528,3 @@ def test_an_exported_trace_has_the_size_of_every_request(source, tmp_path):
     requests = np.fromfile(out, RECORD)
     sizes = np.array(trace.shape.sizes_by_expert()).reshape(-1)
     np.testing.assert_array_equal(requests["bytes"], sizes[requests["object"]])
-
-
-def test_shipped_traces_have_one_size_per_layer():
-    assert isinstance(open_trace(resolve_trace("tiny")).shape, ModelShape)
-    assert open_trace(resolve_trace("tiny")).shape.bytes_by_expert == ()
