@@ -12,6 +12,7 @@ B windows of a batch, T bytes of a window, H hidden, E experts, K experts per to
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import time
@@ -138,7 +139,7 @@ def train_tiny(
             f"{target}: expected nothing, or an earlier checkpoint with training.json"
         )
 
-    text = torch.frombuffer(bytearray(corpus.load_bytes("training")), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(load_bytes("training")), dtype=torch.uint8)
     draws = torch.Generator().manual_seed(seed)
     model = _new_model(seed)
     optimizer = torch.optim.AdamW(
@@ -318,12 +319,46 @@ def _learning_rate(step: int, done: float) -> float:
     return rate * min(1.0, (step + 1) / RECIPE.warmup_steps)
 
 
+def load_bytes(part: corpus.Part, limit_bytes: int | None = None) -> bytes:
+    """Read a part as one string of bytes, file after file in the order of their names.
+
+    Args:
+        part: which part.
+        limit_bytes: stop after so many bytes; all of them when None.
+
+    Raises:
+        ValueError: `limit_bytes` is negative, or `part` is unknown.
+    """
+    if limit_bytes is not None and limit_bytes < 0:
+        raise ValueError(f"limit_bytes: expected >= 0, got {limit_bytes}")
+
+    text = bytearray()
+    for name in corpus.files(part):
+        if limit_bytes is not None and len(text) >= limit_bytes:
+            break
+        text += (corpus.root() / name).read_bytes()
+    return bytes(text[:limit_bytes])
+
+
+def digest(part: corpus.Part) -> str:
+    """Name the exact text of a part: SHA-256 over the path, size and bytes of every
+    file, in hexadecimal.
+    """
+    total = hashlib.sha256()
+    for name in corpus.files(part):
+        piece = (corpus.root() / name).read_bytes()
+        # With its size, so that bytes cannot move from one file to the next unseen.
+        total.update(f"{name}\0{len(piece)}\0".encode())
+        total.update(piece)
+    return total.hexdigest()
+
+
 def _provenance(minutes: float, seed: int, max_steps: int | None) -> dict[str, Any]:
     """Describe what will be trained, how and on what."""
     limit = "" if max_steps is None else f", max_steps={max_steps}"
     # Calibration text trains nothing, so it is not named.
     texts = {
-        part: {"digest": corpus.digest(part), "bytes": len(corpus.load_bytes(part))}
+        part: {"digest": digest(part), "bytes": len(load_bytes(part))}
         for part in corpus.PARTS[1:]
     }
     return asdict(RECIPE) | {

@@ -10,8 +10,7 @@ them.
 
 Left out: installed packages; test suites (many distributions drop them); files
 generated for one build; and `encodings` and `pydoc_data`, which are tables rather than
-writing. A Python version changes the text, hence `digest`: results name the corpus they
-were made from.
+writing. A Python version changes the text, so what is made from it names its digest.
 """
 
 from __future__ import annotations
@@ -113,27 +112,6 @@ def files(part: Part) -> tuple[str, ...]:
     return chosen
 
 
-def load_bytes(part: Part, limit_bytes: int | None = None) -> bytes:
-    """Read a part as one string of bytes, file after file in the order of `files`.
-
-    Args:
-        part: which part.
-        limit_bytes: stop after so many bytes; all of them when None.
-
-    Raises:
-        ValueError: `limit_bytes` is negative, or `part` is unknown.
-    """
-    if limit_bytes is not None and limit_bytes < 0:
-        raise ValueError(f"limit_bytes: expected >= 0, got {limit_bytes}")
-
-    text = bytearray()
-    for name in files(part):
-        if limit_bytes is not None and len(text) >= limit_bytes:
-            break
-        text += (root() / name).read_bytes()
-    return bytes(text[:limit_bytes])
-
-
 def prompts(part: Part, count: int, length_bytes: int, seed: int) -> list[bytes]:
     """Draw prompts: excerpts that begin at the start of a line and stay inside one
     file.
@@ -172,19 +150,6 @@ def prompts(part: Part, count: int, length_bytes: int, seed: int) -> list[bytes]
         round_texts = texts[: count - len(excerpts)]
         excerpts.extend(_excerpt(text, length_bytes, rng) for text in round_texts)
     return excerpts
-
-
-def digest(part: Part) -> str:
-    """Name the exact text of a part: SHA-256 over the path, size and bytes of every
-    file, in hexadecimal.
-    """
-    total = hashlib.sha256()
-    for name in files(part):
-        piece = (root() / name).read_bytes()
-        # With its size, so that bytes cannot move from one file to the next unseen.
-        total.update(f"{name}\0{len(piece)}\0".encode())
-        total.update(piece)
-    return total.hexdigest()
 
 
 def _excerpt(text: bytes, length_bytes: int, rng: random.Random) -> bytes:

@@ -40,6 +40,7 @@ from moesim.runtime.models.checkpoint import weights_digest
 from moesim.runtime.models.gates import find_blocks, gate_facts
 from moesim.runtime.record.gate_observer import GateObserver
 from moesim.traces.format.reader import open_trace
+from moesim.traces.stats.statistics import expert_uses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -272,9 +273,7 @@ def count(trace: Trace) -> dict[str, np.ndarray]:
     single, tokens, correct, predicted = np.zeros((4, layers))
 
     for rows in trace.sequences(_GATING_COLUMNS if has_gating else ()):
-        flat = rows.layer.astype(np.int64)[:, None] * experts + rows.experts
-        uses = np.bincount(flat.ravel(), minlength=layers * experts)
-        matrices.append(uses.reshape(layers, experts))
+        matrices.append(expert_uses(rows.layer, rows.experts, trace.shape))
         for layer in range(layers):
             if has_gating:
                 weights = rows.columns["weights"][rows.layer == layer]

@@ -11,6 +11,7 @@ T tokens of the pass, E routed experts, K chosen per token, H hidden, L MoE laye
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from moesim.base.errors import TraceError
@@ -24,7 +25,7 @@ from moesim.runtime.models.gates import (
 from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
@@ -72,13 +73,13 @@ class GateObserver:
         """Attach the hooks."""
         for layer, block in enumerate(self._blocks):
             gate_hook = block.gate.register_forward_hook(
-                self._on_gate(layer), with_kwargs=True
+                partial(self._on_gate, layer), with_kwargs=True
             )
             self._hooks.append(gate_hook)
             if self._states_only:
                 continue
             experts_hook = block.experts.register_forward_pre_hook(
-                self._on_experts(layer), with_kwargs=True
+                partial(self._on_experts, layer), with_kwargs=True
             )
             self._hooks.append(experts_hook)
         return self
@@ -109,49 +110,47 @@ class GateObserver:
                 " be seen; this kind of MoE layer is not supported"
             )
 
-    def _on_gate(self, layer: int) -> Callable[..., None]:
-        """Return the hook that runs after a layer's gate."""
+    def _on_gate(
+        self,
+        layer: int,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Note what a layer's gate saw and said, after it has run."""
+        # The first gate begins a new pass.
+        if layer == 0:
+            self.layers = []
+        self._check_order(layer)
 
-        def hook(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> None:
-            # The first gate begins a new pass.
-            if layer == 0:
-                self.layers = []
-            self._check_order(layer)
+        if self._states_only:
+            # Models pass the state by position or by name.
+            state = args[0] if args else next(iter(kwargs.values()))
+            hidden = state.reshape(-1, state.shape[-1])
+            self.layers.append({"hidden": hidden})
+            return
 
-            if self._states_only:
-                # Models pass the state by position or by name.
-                state = args[0] if args else next(iter(kwargs.values()))
-                hidden = state.reshape(-1, state.shape[-1])
-                self.layers.append({"hidden": hidden})
-                return
+        scored, _, _ = read_gate(output, self._blocks[layer].count)
+        record = {} if scored is None else {"output": scored}
+        self.layers.append(record)
+        if scored is None:
+            return
+        if self._scores:
+            record["scores"] = self._facts.scores(scored)
+        record |= self._foresight.predict(layer, args, kwargs)
 
-            scored, _, _ = read_gate(output, self._blocks[layer].count)
-            record = {} if scored is None else {"output": scored}
-            self.layers.append(record)
-            if scored is None:
-                return
-            if self._scores:
-                record["scores"] = self._facts.scores(scored)
-            record |= self._foresight.predict(layer, args, kwargs)
-
-        return hook
-
-    def _on_experts(self, layer: int) -> Callable[..., None]:
-        """Return the hook that runs before a layer's experts."""
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = ExpertsCall.find(args, kwargs)
-            # What is missing is named by `check`, when the pass is over.
-            if call is None or layer >= len(self.layers):
-                return
-            record = self.layers[layer]
-            output = record.get("output")
-            experts, weights = best_first(call.index, call.weights, output)
-            record |= {"experts": experts, "weights": weights}
-
-        return hook
+    def _on_experts(
+        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note what a layer's experts are given, before they run."""
+        call = ExpertsCall.find(args, kwargs)
+        # What is missing is named by `check`, when the pass is over.
+        if call is None or layer >= len(self.layers):
+            return
+        record = self.layers[layer]
+        experts, weights = best_first(call.index, call.weights, record.get("output"))
+        record |= {"experts": experts, "weights": weights}
 
     def _check_order(self, layer: int) -> None:
         """Refuse a gate that runs before its turn, or twice."""

@@ -14,7 +14,6 @@ L MoE layers, H hidden.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ import torch
 import transformers
 
 from moesim.base.errors import TraceError
+from moesim.base.version import __version__
 from moesim.runtime.models.checkpoint import weights_digest
 from moesim.runtime.models.gates import find_blocks, gate_facts
 from moesim.runtime.models.local_model import (
@@ -226,7 +226,7 @@ def _provenance(
         "weights": weights_digest(model.model),
         "prompts": digest.hexdigest(),
         "sequences": len(sequences),
-        "tool": f"moesim record {_version()}",
+        "tool": f"moesim record {__version__}",
         "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "device": model.device.type,
         "date": datetime.now(UTC).date().isoformat(),
@@ -234,14 +234,6 @@ def _provenance(
     if isinstance(model, StoredModel):
         facts["checkpoint"] = model.checkpoint
     return facts
-
-
-def _version() -> str:
-    """Return the installed version of moesim."""
-    try:
-        return importlib.metadata.version("moesim")
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
-        return "(not installed)"
 
 
 class GateRecorder:

@@ -87,11 +87,11 @@ def test_generated_tested_and_installed_files_are_left_out():
 
 
 def test_reading_stops_at_the_limit():
-    whole = corpus.load_bytes("evaluation")
-    assert corpus.load_bytes("evaluation", 1000) == whole[:1000]
-    assert corpus.load_bytes("evaluation", 0) == b""
+    whole = training.load_bytes("evaluation")
+    assert training.load_bytes("evaluation", 1000) == whole[:1000]
+    assert training.load_bytes("evaluation", 0) == b""
     with pytest.raises(ValueError, match="limit_bytes: expected >= 0, got -1"):
-        corpus.load_bytes("evaluation", -1)
+        training.load_bytes("evaluation", -1)
 
 
 def test_prompts_repeat_with_their_seed_and_start_a_line():
@@ -99,7 +99,7 @@ def test_prompts_repeat_with_their_seed_and_start_a_line():
     assert drawn == corpus.prompts("evaluation", 5, 200, seed=3)
     assert drawn != corpus.prompts("evaluation", 5, 200, seed=4)
     assert [len(prompt) for prompt in drawn] == [200] * 5
-    text = b"\n" + corpus.load_bytes("evaluation")
+    text = b"\n" + training.load_bytes("evaluation")
     assert all(b"\n" + prompt in text for prompt in drawn)
 
 
@@ -122,7 +122,7 @@ def test_an_unknown_part_is_named():
 
 
 def test_digests_name_different_texts_differently():
-    assert len({corpus.digest(part) for part in corpus.PARTS}) == len(corpus.PARTS)
+    assert len({training.digest(part) for part in corpus.PARTS}) == len(corpus.PARTS)
 
 
 def test_the_corpus_does_not_import_torch():
@@ -149,7 +149,7 @@ def test_the_shipped_model_is_the_one_described(model, recorded):
 
 def test_held_out_loss_is_the_recorded_one(held, recorded):
     """Few windows and another library version move it, but not far."""
-    if recorded["corpus"]["evaluation"]["digest"] == corpus.digest("evaluation"):
+    if recorded["corpus"]["evaluation"]["digest"] == training.digest("evaluation"):
         assert held.nats_per_byte == pytest.approx(WINDOWED_NATS, abs=0.01)
     assert held.nats_per_byte == pytest.approx(
         recorded["held_out"]["nats_per_byte"], abs=0.35
@@ -157,7 +157,7 @@ def test_held_out_loss_is_the_recorded_one(held, recorded):
 
 
 def test_held_out_loss_beats_any_model_without_context(held):
-    unigram = unigram_nats_per_byte(corpus.load_bytes("evaluation"))
+    unigram = unigram_nats_per_byte(training.load_bytes("evaluation"))
     assert unigram < math.log(256)
     assert held.nats_per_byte < 0.65 * unigram
 
@@ -213,7 +213,7 @@ def test_training_lowers_the_loss_and_writes_a_loadable_folder(tmp_path, monkeyp
         facts["command"]
         == "benchmarks.train_tiny.train_tiny(out_dir, minutes=60, seed=5, max_steps=4)"
     )
-    assert facts["corpus"]["training"]["digest"] == corpus.digest("training")
+    assert facts["corpus"]["training"]["digest"] == training.digest("training")
     assert json.loads((out / "training.json").read_text()) == json.loads(
         json.dumps(facts)
     )

@@ -8,6 +8,9 @@ from support.small_trace import write_trace
 import moesim
 from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
+from moesim.runs.config import RunConfig
+from moesim.runs.sweeps.plan import planned
+from moesim.runs.sweeps.rows import bytes_per_s, carry_out
 from moesim.traces.format.arrivals import (
     Idle,
     RequestSteps,
@@ -127,6 +130,29 @@ def test_requests_that_come_together_are_a_batch(tmp_path, tiny_shape):
     ).metrics
     for name in ("makespan_s", "hits", "misses", "busy_s", "bytes"):
         assert together[name] == batch[name]
+
+
+def test_a_row_is_a_sample_of_batches_or_one_of_requests(tmp_path, tiny_shape):
+    """Batches are independent of each other, requests wait for one another."""
+    trace = write_trace(tmp_path / "t.parquet", tiny_shape, ((4, 6),) * 3)
+    arrivals = file_of(tmp_path, [0, 0, 0])
+    configs = [RunConfig.of(trace, "greedy", arrivals=a) for a in (None, arrivals)]
+    batches, requests = (
+        carry_out(point, lambda _: None) for point in planned(configs).points
+    )
+    steps = moesim.replay(configs[0]).timeline.step_frame().groupby("batch")
+    lengths_s = steps["end_s"].max() - steps["start_s"].min()
+    assert batches["batch_makespan_s"] == pytest.approx(lengths_s.tolist())
+    assert batches["batch_decode_tokens"] == [6] * 3
+    gaps_s = sum(batches["batch_decode_s"]) / 18
+    assert gaps_s == pytest.approx(batches["tpot_s"])
+
+    sample = [requests[f"batch_{name}"] for name in ("decode_s", "decode_tokens")]
+    assert sample == [[requests["tpot_s"]], [1]]
+    assert requests["batch_makespan_s"] == [requests["makespan_s"]]
+    busy = {"h2d0": 2.0, "h2d1": 4.0, "ssd": 1.0}
+    moved = {"bytes": {"h2d0": 6, "h2d1": 0, "ssd": 5}, "busy_s": busy}
+    assert bytes_per_s(moved, "h2d") == 3
 
 
 def test_time_without_requests_belongs_to_no_phase(tmp_path, tiny_shape):

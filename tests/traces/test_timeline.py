@@ -265,14 +265,14 @@ def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypat
     rows = len(kept.timeline.frame()) + len(kept.timeline.access_frame()) + 60
     held = []
     chunks = []
-    keep = Timeline._keep
+    keep = Timeline.take
 
     def watched(timeline, table, chunk):
         keep(timeline, table, chunk)
         held.append(sum(len(kept) for kept in timeline._chunks.values()))
         chunks.append(len(chunk["step"]))
 
-    monkeypatch.setattr(Timeline, "_keep", watched)
+    monkeypatch.setattr(Timeline, "take", watched)
     dropped = moesim.replay(trace, "greedy", **how, keep=False)
     assert {**dropped.metrics, "wall_s": 0} == {**kept.metrics, "wall_s": 0}
     assert kept.metrics["prefetched"] > 0

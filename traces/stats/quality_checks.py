@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.schema import Phase
+from moesim.traces.stats.statistics import expert_uses
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
@@ -107,9 +108,7 @@ class QualityChecker:
         """
         number = self.sequences
         self.sequences += 1
-        choices = layer.astype(np.int64)[:, None] * self.shape.experts + experts
-        counts = np.bincount(choices.reshape(-1), minlength=self.load.size)
-        self.load += counts.reshape(self.load.shape)
+        self.load += expert_uses(layer, experts, self.shape)
 
         if pos[0] != 0 and phase[0] == Phase.PREFILL:
             self._found["late"].append((number, int(pos[0])))

@@ -7,6 +7,7 @@ otherwise.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +65,21 @@ def info(trace: Trace) -> dict[str, Any]:
         "prefill_tokens": tokens["prefill"],
         "decode_tokens": tokens["decode"],
     }
+
+
+def expert_uses(
+    layer: np.ndarray, experts: np.ndarray, shape: ModelShape
+) -> np.ndarray:
+    """Count how often each expert was chosen: int64 [L, E].
+
+    Args:
+        layer: int [N].
+        experts: int [..., N, K].
+        shape: the model.
+    """
+    size = (shape.layers, shape.experts)
+    choice = layer.astype(np.int64)[:, None] * shape.experts + experts
+    return np.bincount(choice.reshape(-1), minlength=math.prod(size)).reshape(size)
 
 
 class LayerAggregator:
@@ -333,11 +349,9 @@ class SimilarityAggregator:
         # Parts whose pairs are not counted yet: a table of pairs is large, and
         # sequences may be short.
         self._waiting: list[np.ndarray] = []
-        # By tokens of a segment: choices that its best experts serve, and all.
-        self._served = {
-            length: np.zeros(layers, np.int64) for length in SEGMENTS_TOKENS
-        }
-        self._choices = dict.fromkeys(SEGMENTS_TOKENS, 0)
+        # By length of segments: choices that their best experts serve, and all.
+        self._served = np.zeros((len(SEGMENTS_TOKENS), layers), np.int64)
+        self._choices = np.zeros(len(SEGMENTS_TOKENS), np.int64)
 
         # Sequences that have both a prompt and an answer, and their cosines' sums.
         self._compared = 0
@@ -359,15 +373,16 @@ class SimilarityAggregator:
             self._waiting.append(part)
             if sum(map(len, self._waiting)) >= _PART_TOKENS:
                 self._count_pairs()
-            for length in SEGMENTS_TOKENS:
-                self._served[length] += served_by_best(part, experts, length)
-                self._choices[length] += len(part) // length * length * top_k
+            for n, length in enumerate(SEGMENTS_TOKENS):
+                self._served[n] += served_by_best(part, experts, length)
+                self._choices[n] += len(part) // length * length * top_k
 
         # A sequence without a prompt has nothing to compare with.
         if prompt:
-            key = rows.layer.astype(np.int64)[:, None] * experts + rows.experts
-            prefill_load = self._load(key[:prompt])
-            decode_load = self._load(key[prompt:])
+            prefill_load, decode_load = (
+                expert_uses(rows.layer[part], rows.experts[part], self.shape)
+                for part in (slice(prompt), slice(prompt, None))
+            )
             self._cosines += cosines(prefill_load, decode_load)
             self._compared += 1
 
@@ -375,12 +390,6 @@ class SimilarityAggregator:
         routing = np.concatenate(self._waiting)
         self._joint += joint_counts(routing, self.shape.experts)
         self._waiting = []
-
-    def _load(self, key: np.ndarray) -> np.ndarray:
-        """Choices by layer and expert, [L, E]."""
-        layers = self.shape.layers
-        counts = np.bincount(key.reshape(-1), minlength=layers * self.shape.experts)
-        return counts.reshape(layers, -1)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of `moesim.traces.stats.trace_summary.summarise_trace`
@@ -404,8 +413,8 @@ class SimilarityAggregator:
             # No sequence may be as long as a segment.
             "consistency": {
                 str(length): (served / choices).tolist() if choices else None
-                for (length, served), choices in zip(
-                    self._served.items(), self._choices.values(), strict=True
+                for length, served, choices in zip(
+                    SEGMENTS_TOKENS, self._served, self._choices, strict=True
                 )
             },
         }

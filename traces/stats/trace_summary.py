@@ -20,7 +20,7 @@ from moesim.traces.format.arrays import top_k
 from moesim.traces.format.batch import compose
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.parquet import write_table
-from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase, prediction_distance
 from moesim.traces.stats.hit_rate_curves import CURVES, curves
 from moesim.traces.stats.statistics import LayerAggregator, SimilarityAggregator
 
@@ -408,11 +408,6 @@ def _by_layer(figures: dict[str, Any]) -> dict[str, list[Any]]:
 RANKS = 16
 
 
-def predictor_depth(name: str) -> int:
-    """Return how many layers ahead a predictor looks: 2 of ``pred2_raw``."""
-    return int(name[len("pred")])
-
-
 def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
     """Return the accuracy of every predictor of a trace in decode; None without
     predictions.
@@ -449,7 +444,7 @@ def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
         truth = [_by_workload(routed, experts) for routed in step.layers]
         for routed in step.layers:
             for name, scores in routed.predicted.items():
-                target = routed.layer + predictor_depth(name)
+                target = routed.layer + prediction_distance(name)
                 best = top_k(
                     np.ascontiguousarray(scores, dtype=np.float32), trace.shape.top_k
                 )
@@ -478,7 +473,7 @@ def _shares_in_common(predicted: np.ndarray, truth: np.ndarray) -> np.ndarray:
 def _figures(name: str, by_layer: np.ndarray, by_rank: np.ndarray) -> dict[str, Any]:
     total, count = by_layer.sum(axis=1)
     return {
-        "depth": predictor_depth(name),
+        "depth": prediction_distance(name),
         "accuracy": float(total / count) if count else None,
         "by_layer": _shares(by_layer),
         "by_rank": _shares(by_rank),

@@ -26,7 +26,11 @@ from moesim.traces.stats.routing_curves import (
     mean_curves,
     routing_curves,
 )
-from moesim.traces.stats.statistics import joint_counts, mutual_information_bits
+from moesim.traces.stats.statistics import (
+    expert_uses,
+    joint_counts,
+    mutual_information_bits,
+)
 from moesim.traces.synthetic.draw import (
     AGE_CLASS,
     CLASSES,
@@ -230,7 +234,8 @@ def _popularity(
     """Shares of all choices by expert, float64 [L, E], and the log-weights that single
     sequences add, [Q, L, E].
     """
-    counts = np.stack([_uses(routing, shape) for routing in sequences])
+    layers = np.arange(shape.layers)
+    counts = np.stack([expert_uses(layers, routing, shape) for routing in sequences])
     total = counts.sum(axis=0) + _PRIOR
     share = total / total.sum(axis=1, keepdims=True)
     if len(sequences) == 1:
@@ -240,13 +245,6 @@ def _popularity(
     weighted = counts + _TOPIC_PRIOR * share
     of_sequence = weighted / (counts.sum(axis=2, keepdims=True) + _TOPIC_PRIOR)
     return share, np.log(of_sequence / share)
-
-
-def _uses(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
-    """How often a sequence [T, L, K] chose each expert, int64 [L, E]."""
-    size = (shape.layers, shape.experts)
-    choices = routing + np.arange(shape.layers)[:, None] * shape.experts
-    return np.bincount(choices.reshape(-1), minlength=math.prod(size)).reshape(size)
 
 
 def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -413,7 +411,10 @@ def _measured(made: list[np.ndarray], group: int, shape: ModelShape) -> _Habits:
         joint = joint_counts(routing, shape.experts)
         bits.append([mutual_information_bits(table) for table in joint])
 
-    uses = np.stack([_uses(routing, shape) for routing in made]).astype(np.float64)
+    layers = np.arange(shape.layers)
+    uses = np.stack([expert_uses(layers, routing, shape) for routing in made]).astype(
+        np.float64
+    )
     ages = np.zeros((shape.layers, CLASSES))
     for layer in range(shape.layers):
         for routing in made:

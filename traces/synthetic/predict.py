@@ -38,7 +38,9 @@ from scipy.signal import lfilter
 from moesim.base.errors import TraceError
 from moesim.traces.format.arrays import to_float16, top_k
 from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.schema import prediction_distance
 from moesim.traces.format.writer import TraceWriter
+from moesim.traces.stats.statistics import expert_uses
 from moesim.traces.synthetic.gate_scores import (
     SMALLEST,
     TOKEN_MEMORY,
@@ -238,7 +240,7 @@ def _predictors(
             " layer comes first"
         )
     return tuple(
-        Predictor(column, depth=int(column[len("pred")]), asked=value)
+        Predictor(column, depth=prediction_distance(column), asked=value)
         for column, value in asked.items()
     )
 
@@ -314,13 +316,11 @@ class _Work:
             return
 
         shape = self._trace.shape
-        counts = np.zeros(shape.layers * shape.experts, np.int64)
+        uses = np.zeros((shape.layers, shape.experts), np.int64)
         for rows in self._trace.sequences():
-            choice = rows.layer.astype(np.int64)[:, None] * shape.experts + rows.experts
-            counts += np.bincount(choice.reshape(-1), minlength=len(counts))
+            uses += expert_uses(rows.layer, rows.experts, shape)
             self._advance(len(rows.pos))
-        table = counts.reshape(shape.layers, shape.experts)
-        self._popularity = popularity_logits(table, shape.top_k)
+        self._popularity = popularity_logits(uses, shape.top_k)
 
     def solve(self) -> tuple[Predictor, ...]:
         """Find the fidelity that gives each predictor the recall that it shall have."""

@@ -22,6 +22,7 @@ from moesim.base.errors import TraceError
 from moesim.base.inputs import quoted, read_text
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
+from moesim.traces.stats.statistics import expert_uses
 from moesim.traces.synthetic.marks import WIDTHS
 
 if TYPE_CHECKING:
@@ -162,9 +163,9 @@ def _score(trace: Trace, by: str, seed: int) -> np.ndarray:
     if by == RANDOM:
         return np.random.default_rng(seed).random((shape.layers, shape.experts))
     if by == POPULARITY:
-        uses = np.zeros((shape.layers, shape.experts))
+        uses = np.zeros((shape.layers, shape.experts), np.int64)
         for rows in trace.sequences():
-            np.add.at(uses, (rows.layer[:, None], rows.experts), 1)
+            uses += expert_uses(rows.layer, rows.experts, shape)
         return uses
     return _read(Path(by), "score", shape)
 

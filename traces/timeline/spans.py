@@ -249,20 +249,13 @@ class Timeline:
         if len(self._steps) >= len(_STEPS) * CHUNK_STEPS:
             self._flush_steps()
 
-    def take(self, table: str, chunk: Chunk) -> None:
-        """Keep a whole chunk of a table, in the types of its columns.
-
-        For a writer that makes chunks itself. Their rows come behind all others.
-        """
-        self._keep(table, chunk)
-
     # Chunks.
 
     def _flush_spans(self) -> None:
         # A copy: recording goes on extending the same bytes.
         rows = np.frombuffer(bytes(self.spans), _SPAN)
         self.spans.clear()
-        self._keep("timeline", {name: rows[name].copy() for name in _SPANS})
+        self.take("timeline", {name: rows[name].copy() for name in _SPANS})
 
     def _flush_accesses(self) -> None:
         if not self._accesses:
@@ -285,7 +278,7 @@ class Timeline:
             name: values.astype(dtype)
             for values, (name, dtype) in zip(columns, _ACCESSES.items(), strict=True)
         }
-        self._keep("accesses", chunk)
+        self.take("accesses", chunk)
 
     def _flush_steps(self) -> None:
         rows = np.array(self._steps, dtype=np.float64).reshape(-1, len(_STEPS))
@@ -294,14 +287,17 @@ class Timeline:
             name: rows[:, i].astype(dtype)
             for i, (name, dtype) in enumerate(_STEPS.items())
         }
-        self._keep("steps", chunk)
+        self.take("steps", chunk)
 
     def _flush(self) -> None:
         self._flush_spans()
         self._flush_accesses()
         self._flush_steps()
 
-    def _keep(self, table: str, chunk: Chunk) -> None:
+    def take(self, table: str, chunk: Chunk) -> None:
+        """Take a chunk of a table, in the types of its columns: also from a writer that
+        makes chunks itself, whose rows come behind all others.
+        """
         if not len(chunk["step"]):
             return
 
