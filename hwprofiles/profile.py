@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import hypot
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
 
 import tomli_w
 
@@ -32,16 +32,24 @@ from moesim.base.files import user_folder, write_text
 from moesim.base.inputs import load_toml, read_text
 from moesim.base.text import did_you_mean, one_expected, visible, visible_lines
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.lanes import GPU, LANE_KINDS, gpu_of, kind_of, lane_names
+from moesim.hwprofiles.lanes import (
+    GPU,
+    LANE_KINDS,
+    Accelerator,
+    gpu_of,
+    kind_of,
+    lane_names,
+)
 from moesim.hwprofiles.schema import (
-    ACCELERATORS,
-    PROFILE_KINDS,
     Curve,
+    FitKey,
+    Number,
     ProfileError,
+    ProfileKind,
     Quantity,
     as_table,
-    parse_fit,
     parse_numbers,
+    parse_table,
 )
 
 if TYPE_CHECKING:
@@ -138,16 +146,6 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         """Refuse a machine that cannot be scheduled."""
-        if self.kind not in PROFILE_KINDS:
-            raise ProfileError(
-                f"{self.where}: kind: expected one of {', '.join(PROFILE_KINDS)}, found"
-                f" {self.kind!r}"
-            )
-        if self.accelerator not in ACCELERATORS:
-            raise ProfileError(
-                f"{self.where}: accelerator: expected one of {', '.join(ACCELERATORS)},"
-                f" found {self.accelerator!r}"
-            )
         self._check_lanes()
         self._check_cores()
 
@@ -335,53 +333,40 @@ def parse_profile(raw: Mapping[str, Any], *, where: str) -> HardwareProfile:
                 f" {known}{did_you_mean(key, _TOP_KEYS)}"
             )
 
-    texts = _texts(raw, where)
-    workers = _workers(raw, where)
-    versions = _versions(raw, where)
-
-    numbers: dict[str, Quantity] = {}
-    curves: dict[str, Curve] = {}
     sections = {key: raw[key] for key in paths.SECTIONS if key in raw}
-    for path, entry in parse_numbers(sections, where=where):
-        if isinstance(entry, Curve):
-            curves[path] = entry
-        else:
-            numbers[path] = entry
-
+    stated = {key: raw[key] for key in raw if key not in sections}
+    head = parse_table(stated, _Head, where=where)
+    numbers, curves = parse_numbers(sections, where=where)
     return HardwareProfile(
-        workers=workers,
+        # Others' files must do nothing to a terminal or a page.
+        name=visible(head.name),
+        kind=head.kind,
+        description=visible_lines(head.description),
+        date=visible(head.date),
+        accelerator=head.accelerator,
+        workers=_with_shared_lanes(head.workers),
         numbers=numbers,
         curves=curves,
-        versions=versions,
-        fit=parse_fit(raw.get("fit", {}), where=where),
+        versions=head.versions,
+        fit=cast("dict[str, dict[str, float]]", head.fit),
         where=where,
-        **texts,
     )
 
 
-def _texts(raw: Mapping[str, Any], where: str) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for key in _TEXT_KEYS:
-        entry = raw.get(key)
-        if not isinstance(entry, str) or not entry:
-            raise ProfileError(
-                f"{where}: {key}: expected a text, found {entry!r}; see"
-                " docs/reference/hardware.md"
-            )
-        # Others' files must do nothing to a terminal or a page.
-        texts[key] = visible_lines(entry) if key == "description" else visible(entry)
-    return texts
+@dataclass(frozen=True)
+class _Head:
+    """What a file states beside numbers and curves."""
 
+    name: str
+    kind: ProfileKind
+    description: str
+    date: str
+    accelerator: Accelerator
+    workers: dict[str, tuple[str, ...]]
+    versions: dict[str, str] = field(default_factory=dict)
+    fit: dict[str, dict[FitKey, Number]] = field(default_factory=dict)
 
-def _workers(raw: Mapping[str, Any], where: str) -> dict[str, tuple[str, ...]]:
-    workers = raw.get("workers")
-    if not isinstance(workers, dict) or not all(map(_is_lane_list, workers.values())):
-        raise ProfileError(
-            f"{where}: workers: expected worker = [lane, …] for every worker, found"
-            f" {workers!r}"
-        )
-    named = {name: tuple(lanes) for name, lanes in workers.items()}
-    return _with_shared_lanes(named)
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
 
 
 def _with_shared_lanes(
@@ -389,36 +374,16 @@ def _with_shared_lanes(
 ) -> dict[str, tuple[str, ...]]:
     """Add lanes that no worker names to the workers that serve them by default."""
     # A kind that is younger than a profile must not make the profile invalid.
-    complete = dict(workers)
+    complete = {name: lanes for name, lanes in workers.items() if lanes}
     served = {lane for lanes in workers.values() for lane in lanes}
     for kind in LANE_KINDS:
         host = kind.shares_worker_of
         if host is None:
             continue
-        for name, lanes in workers.items():
+        for name, lanes in complete.items():
             shared = [kind.lane(gpu_of(lane)) for lane in lanes if host.includes(lane)]
             complete[name] += tuple(lane for lane in shared if lane not in served)
     return complete
-
-
-def _is_lane_list(lanes: Any) -> bool:
-    return (
-        isinstance(lanes, list)
-        and len(lanes) > 0
-        and all(isinstance(lane, str) for lane in lanes)
-    )
-
-
-def _versions(raw: Mapping[str, Any], where: str) -> dict[str, str]:
-    versions = raw.get("versions", {})
-    if not isinstance(versions, dict) or not all(
-        isinstance(text, str) for text in versions.values()
-    ):
-        raise ProfileError(
-            f"{where}: versions: expected name = text for every entry, found"
-            f" {versions!r}"
-        )
-    return dict(versions)
 
 
 def list_profiles() -> tuple[str, ...]:

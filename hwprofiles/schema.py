@@ -9,12 +9,13 @@ A number without provenance is refused, since its origin could not be found out 
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, get_args
 
+from moesim.base.inputs import Checked, parse_json
 from moesim.base.text import did_you_mean
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import (
@@ -24,20 +25,16 @@ from moesim.hwprofiles.lanes import (
     LANE_KINDS,
     LINK_KINDS,
     SSD,
-    Accelerator,
 )
 from moesim.hwprofiles.paths import ACTIVATION, DENSE, HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from pydantic import ConfigDict
 
-PROFILE_KINDS = ("measured", "published", "datasheet")
-NUMBER_KINDS = (*PROFILE_KINDS, "assumed")
-"""``assumed``: neither published nor measured; `source` gives the reason."""
-
-ACCELERATORS: tuple[str, ...] = get_args(Accelerator)
-"""Devices that torch knows, and a core of the host."""
+ProfileKind = Literal["measured", "published", "datasheet"]
+NumberKind = Literal["measured", "published", "datasheet", "assumed"]
 
 REFERENCE_RUNS = ("memory", "memory_small", "ssd", "ssd_small")
 """Short runs that tell how fast a machine was while it was calibrated: with or without
@@ -141,10 +138,17 @@ CURVES: dict[str, str] = {
 }
 """Paths of all curves -> what they are functions of."""
 
-FIT_KEYS = ("samples", "held_out", "residual_median", "residual_worst")
+FitKey = Literal["samples", "held_out", "residual_median", "residual_worst"]
+FIT_KEYS: tuple[FitKey, ...] = get_args(FitKey)
 """Fields that a profile keeps of each fit: see
 `moesim.hwprofiles.calibration.estimates.FitReport`.
 """
+
+
+Number = float | int
+"""Read back as it was written: a whole number stays one."""
+
+_STRICT: Final[ConfigDict] = {"extra": "forbid", "allow_inf_nan": False}
 
 
 class LowerBound(NamedTuple):
@@ -160,7 +164,7 @@ class Quantity:
 
     Attributes:
         value: in the unit that the key's name ends with.
-        kind: one of `NUMBER_KINDS`.
+        kind: ``assumed`` is neither published nor measured; `source` gives the reason.
         source: the arithmetic, the publication or the procedure, in words.
         samples: how many measurements, when measured.
         spread: their interquartile range, in the unit of `value`.
@@ -170,14 +174,16 @@ class Quantity:
             probabilities from 0 to 1.
     """
 
-    value: float
-    kind: str
+    value: Number
+    kind: NumberKind
     source: str
     samples: int | None = None
-    spread: float | None = None
+    spread: Number | None = None
     date: str | None = None
-    interval: tuple[float, float] | None = None
-    quantiles: tuple[float, ...] = ()
+    interval: tuple[Number, Number] | None = None
+    quantiles: tuple[Number, ...] = ()
+
+    __pydantic_config__: ClassVar = _STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +202,8 @@ class ReferenceExpert:
     bytes: int
     dtype: str
 
+    __pydantic_config__: ClassVar = _STRICT
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -207,15 +215,17 @@ class Curve:
     """
 
     unit: str
-    at: tuple[float, ...]
-    seconds: tuple[float, ...]
-    kind: str
+    at: tuple[Number, ...]
+    seconds: tuple[Number, ...]
+    kind: NumberKind
     source: str
     samples: int | None = None
-    spread: tuple[float, ...] = ()
+    spread: tuple[Number, ...] = ()
     date: str | None = None
-    quantiles: tuple[float, ...] = ()
+    quantiles: tuple[Number, ...] = ()
     reference: ReferenceExpert | None = None
+
+    __pydantic_config__: ClassVar = _STRICT
 
 
 def is_number(path: str) -> bool:
@@ -266,25 +276,63 @@ class ProfileError(ValueError):
     """A hardware profile is missing, malformed, or lacks a cost that is needed now."""
 
 
-_PROVENANCE = ("kind", "source", "samples", "spread", "date")
-_NUMBER_KEYS = ("value", *_PROVENANCE, "interval", "quantiles")
-_NEEDED_IF_MEASURED = ("samples", "spread", "date")
-
-
 def parse_numbers(
-    table: Mapping[str, Any], *, where: str, path: str = ""
-) -> Iterator[tuple[str, Quantity | Curve]]:
-    """Walk nested tables and yield every number and curve with its dotted path.
+    sections: Mapping[str, Any], *, where: str
+) -> tuple[dict[str, Quantity], dict[str, Curve]]:
+    """Return every number and every curve of nested tables by its dotted path.
 
     Args:
-        table: the tables.
+        sections: the tables.
         where: the file, for error messages.
-        path: of `table` itself within the file.
 
     Raises:
         ProfileError: unknown path, missing provenance, or a value that the key cannot
             have.
     """
+    numbers = {}
+    curves = {}
+    for path, entry in _entries(sections, where):
+        if "value" in entry:
+            numbers[path] = entry
+        else:
+            unit = CURVES[path]
+            # A curve's sizes stand under the name of their unit.
+            sizes = {"unit": unit, "at": entry.get(unit, [])}
+            others = {key: value for key, value in entry.items() if key != unit}
+            curves[path] = sizes | others
+    quantities = parse_table(numbers, dict[str, Quantity], where=where)
+    for path, quantity in quantities.items():
+        _check_provenance(quantity, f"{where}: {path}")
+        _check_quantity(quantity, path, f"{where}: {path}")
+    checked = parse_table(curves, dict[str, Curve], where=where)
+    for path, curve in checked.items():
+        _check_provenance(curve, f"{where}: {path}")
+        _check_curve(curve, f"{where}: {path}")
+    return quantities, checked
+
+
+def parse_table(
+    table: Mapping[str, Any], schema: type[Checked], *, where: str
+) -> Checked:
+    """Turn a table of TOML into an object of a schema.
+
+    Raises:
+        ProfileError: something is missing, unknown or of another type.
+    """
+    return parse_json(
+        # TOML's dates are texts to us.
+        json.dumps(table, default=str),
+        schema,
+        where=where,
+        error=ProfileError,
+        way_out="see docs/reference/hardware.md",
+    )
+
+
+def _entries(
+    table: Mapping[str, Any], where: str, path: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Walk nested tables; yield each that states a number or a curve, with its path."""
     for key, entry in table.items():
         inner = f"{path}.{key}" if path else key
         if not isinstance(entry, dict):
@@ -292,225 +340,94 @@ def parse_numbers(
                 f"{where}: {inner}: expected a table with value, kind and source, found"
                 f" {entry!r}; write [{inner}] and say where the number came from"
             )
-
         if "value" in entry:
             if not is_number(inner):
                 raise ProfileError(
                     f"{where}: {inner}: unknown number"
                     f"{did_you_mean(inner, NUMBERS)}; see docs/reference/hardware.md"
                 )
-            yield inner, _quantity(entry, inner, where)
-            continue
-
-        if "seconds" in entry:
+            yield inner, entry
+        elif "seconds" in entry:
             if inner not in CURVES:
                 raise ProfileError(
                     f"{where}: {inner}: unknown curve; known: {', '.join(CURVES)}"
                 )
-            yield inner, _curve(entry, inner, where)
-            continue
-
+            yield inner, entry
         # A table of plain values is a number with a misspelt key, not a folder.
-        nested = any(isinstance(value, dict) for value in entry.values())
-        if entry and not nested:
+        elif entry and not any(isinstance(value, dict) for value in entry.values()):
             raise ProfileError(
                 f"{where}: {inner}: expected value (a number) or seconds (a curve),"
                 f" found {', '.join(entry)}{did_you_mean(inner, NUMBERS)}"
             )
-        yield from parse_numbers(entry, where=where, path=inner)
+        else:
+            yield from _entries(entry, where, inner)
 
 
-def parse_fit(table: Any, *, where: str) -> dict[str, dict[str, float]]:
-    """Read the residuals of fitted costs, ``[fit.<cost>]``.
-
-    Raises:
-        ProfileError: unknown key or something other than a finite number.
-    """
-    if not isinstance(table, dict):
-        raise ProfileError(f"{where}: fit: expected tables, found {table!r}")
-    for name, report in table.items():
-        if not isinstance(report, dict):
-            raise ProfileError(
-                f"{where}: fit.{name}: expected a table, found {report!r}"
-            )
-        for key, value in report.items():
-            if key not in FIT_KEYS or not _is_finite(value):
-                raise ProfileError(
-                    f"{where}: fit.{name}.{key}: expected a number under one of"
-                    f" {', '.join(FIT_KEYS)}, found {value!r}"
-                )
-    return {name: dict(report) for name, report in table.items()}
-
-
-def _is_finite(value: Any) -> bool:
-    # In Python a bool is an int, and TOML knows `inf` and `nan`.
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
-
-
-def _provenance(
-    entry: Mapping[str, Any], known: tuple[str, ...], path: str, where: str
-) -> dict[str, Any]:
-    """Check what an entry states about itself; return it as keyword arguments."""
-    # A misspelt key would otherwise be dropped in silence.
-    for key in entry:
-        if key not in known:
-            raise ProfileError(
-                f"{where}: {path}.{key}: unknown key; known:"
-                f" {', '.join(known)}{did_you_mean(key, known)}"
-            )
-
-    kind = entry.get("kind")
-    if kind not in NUMBER_KINDS:
+def _check_provenance(entry: Quantity | Curve, where: str) -> None:
+    """Refuse a number or curve that does not say where it came from."""
+    if not entry.source.strip():
         raise ProfileError(
-            f"{where}: {path}.kind: expected one of {', '.join(NUMBER_KINDS)}, found"
-            f" {kind!r}"
+            f"{where}.source: expected where the number came from, found none"
         )
-
-    source = entry.get("source")
-    if not isinstance(source, str) or not source.strip():
-        raise ProfileError(
-            f"{where}: {path}.source: expected where the number came from, found"
-            f" {source!r}"
-        )
-
     # What was not measured here has no samples of ours.
-    needed = _NEEDED_IF_MEASURED if kind == "measured" else ()
-    for key in needed:
-        if key not in entry:
-            raise ProfileError(
-                f"{where}: {path}.{key}: a measured number needs samples, spread and"
-                " date; found none"
-            )
-
-    samples = entry.get("samples")
-    if samples is not None and (not isinstance(samples, int) or samples < 1):
+    stated = (entry.samples, entry.date, entry.spread)
+    if entry.kind == "measured" and (None in stated or () in stated):
+        raise ProfileError(f"{where}: a measured number needs samples, spread and date")
+    if entry.samples is not None and entry.samples < 1:
         raise ProfileError(
-            f"{where}: {path}.samples: expected a count >= 1, found {samples!r}"
+            f"{where}.samples: expected a count >= 1, found {entry.samples}"
         )
 
-    date = entry.get("date")
-    if date is not None and not isinstance(date, str):
-        raise ProfileError(
-            f"{where}: {path}.date: expected an ISO 8601 text, found {date!r}"
-        )
 
-    quantiles = _finite_list(entry.get("quantiles", []), f"{path}.quantiles", where)
-    return {
-        "kind": kind,
-        "source": source,
-        "samples": samples,
-        "date": date,
-        "quantiles": quantiles,
-    }
-
-
-def _finite_list(values: Any, path: str, where: str) -> tuple[float, ...]:
-    if not isinstance(values, list) or not all(_is_finite(value) for value in values):
-        raise ProfileError(
-            f"{where}: {path}: expected a list of finite numbers, found {values!r}"
-        )
-    return tuple(values)
-
-
-def _quantity(entry: Mapping[str, Any], path: str, where: str) -> Quantity:
-    provenance = _provenance(entry, _NUMBER_KEYS, path, where)
-
-    value = entry["value"]
+def _check_quantity(quantity: Quantity, path: str, where: str) -> None:
+    """Refuse a value that the number of this path cannot have."""
+    value = quantity.value
     least = lower_bound(path)
-    legal = _is_finite(value) and (
-        value > least.value or (value == least.value and least.included)
-    )
-    if not legal:
+    if value < least.value or (value == least.value and not least.included):
         relation = ">=" if least.included else ">"
         raise ProfileError(
-            f"{where}: {path}: expected a number {relation} {least.value:g}, found"
-            f" {value!r}"
+            f"{where}: expected a number {relation} {least.value:g}, found {value!r}"
         )
     # 16e9 is as whole as 16000000000.
     if path in WHOLE_NUMBERS and value != int(value):
-        raise ProfileError(f"{where}: {path}: expected a whole number, found {value!r}")
-
-    spread = entry.get("spread")
-    if spread is not None and not (_is_finite(spread) and spread >= 0):
+        raise ProfileError(f"{where}: expected a whole number, found {value!r}")
+    if quantity.spread is not None and quantity.spread < 0:
         raise ProfileError(
-            f"{where}: {path}.spread: expected a number >= 0, found {spread!r}"
+            f"{where}.spread: expected a number >= 0, found {quantity.spread!r}"
         )
-    return Quantity(
-        value=value,
-        spread=spread,
-        interval=_interval(entry, path, where),
-        **provenance,
-    )
-
-
-def _interval(
-    entry: Mapping[str, Any], path: str, where: str
-) -> tuple[float, float] | None:
-    if "interval" not in entry:
-        return None
-    bounds = _finite_list(entry["interval"], f"{path}.interval", where)
-    if len(bounds) != 2 or not bounds[0] <= bounds[1]:
+    if quantity.interval is not None and quantity.interval[0] > quantity.interval[1]:
         raise ProfileError(
-            f"{where}: {path}.interval: expected [low, high], found {list(bounds)!r}"
+            f"{where}.interval: expected [low, high], found {list(quantity.interval)!r}"
         )
-    return bounds[0], bounds[1]
 
 
-def _curve(entry: Mapping[str, Any], path: str, where: str) -> Curve:
-    unit = CURVES[path]
-    known = (unit, "seconds", *_PROVENANCE, "quantiles", "reference")
-    provenance = _provenance(entry, known, path, where)
-
-    at = _finite_list(entry.get(unit), f"{path}.{unit}", where)
-    seconds = _finite_list(entry["seconds"], f"{path}.seconds", where)
-    spread = _finite_list(entry.get("spread", []), f"{path}.spread", where)
+def _check_curve(curve: Curve, where: str) -> None:
+    """Refuse a curve that cannot be interpolated."""
+    at = curve.at
+    lengths = len(at), len(curve.seconds), len(curve.spread)
     # Spread may be left out altogether: published tables rarely state it.
-    if not at or len(at) != len(seconds) or (spread and len(spread) != len(at)):
+    if not at or lengths[1] != len(at) or lengths[2] not in (0, len(at)):
         raise ProfileError(
-            f"{where}: {path}: expected as many seconds and spread as {unit},"
-            f" found {len(at)} {unit}, {len(seconds)} seconds, {len(spread)} spread"
+            f"{where}: expected as many seconds and spread as {curve.unit}, found"
+            f" {lengths[0]} {curve.unit}, {lengths[1]} seconds, {lengths[2]} spread"
         )
-
     # Interpolation needs ascending sizes, and extrapolation divides by the last one.
     if at[0] <= 0 or any(left >= right for left, right in pairwise(at)):
         raise ProfileError(
-            f"{where}: {path}.{unit}: expected ascending numbers > 0, found"
-            f" {list(at)!r}"
+            f"{where}.{curve.unit}: expected ascending numbers > 0, found {list(at)!r}"
         )
-    if min(seconds) <= 0:
+    if min(curve.seconds) <= 0:
         raise ProfileError(
-            f"{where}: {path}.seconds: expected numbers > 0, found {min(seconds)!r}"
+            f"{where}.seconds: expected numbers > 0, found {min(curve.seconds)!r}"
         )
-
-    # Bytes are bytes whatever they belong to; tokens mean little without the expert.
-    reference = None
-    if unit == "tokens":
-        reference = _reference(entry.get("reference"), path, where)
-    return Curve(
-        unit=unit,
-        at=at,
-        seconds=seconds,
-        spread=spread,
-        reference=reference,
-        **provenance,
-    )
-
-
-def _reference(entry: Any, path: str, where: str) -> ReferenceExpert:
-    sizes = ("hidden", "intermediate", "bytes")
-    # All four: a curve is carried to other experts by bytes and FLOPs.
+    # Bytes are bytes whatever they belong to; a curve over tokens is carried to other
+    # experts by bytes and FLOPs.
+    sizes = curve.reference or ReferenceExpert(0, 0, 0, "")
     if (
-        not isinstance(entry, dict)
-        or set(entry) != {*sizes, "dtype"}
-        or not all(isinstance(entry[key], int) and entry[key] > 0 for key in sizes)
-        or not isinstance(entry["dtype"], str)
+        curve.unit == "tokens"
+        and min(sizes.hidden, sizes.intermediate, sizes.bytes) < 1
     ):
         raise ProfileError(
-            f"{where}: {path}.reference: expected hidden, intermediate, bytes and dtype"
-            f" of the expert measured, found {entry!r}"
+            f"{where}.reference: expected hidden, intermediate, bytes and dtype of the"
+            f" expert measured, found {curve.reference}"
         )
-    return ReferenceExpert(**entry)

@@ -27,7 +27,7 @@ from moesim.base.errors import AdviceError
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
 from moesim.hwprofiles.profile import HardwareProfile
-from moesim.hwprofiles.schema import Quantity
+from moesim.hwprofiles.schema import NumberKind, Quantity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -124,7 +124,7 @@ def cache_ratio(model: ModelContents, setting: Setting) -> float:
 class _Source:
     """Where a latent's value comes from, as provenance of a profile's number."""
 
-    kind: str
+    kind: NumberKind
     words: str
     samples: int | None = None
 
@@ -354,7 +354,7 @@ class _Numbers:
         beside = probes.host_beside_link
         both = None
         words = "assumed: both together read a quarter of the smaller rate more"
-        kind = "assumed"
+        kind: NumberKind = "assumed"
         if beside is not None and probes.link_beside_host is not None:
             both = beside + probes.link_beside_host
             words = "probed: reads and copies at the same time"
