@@ -111,6 +111,8 @@ class Task:
         start_s: when it started, seconds since the run began; negative before.
         end_s: when it ended; negative before.
         ended_s: instant at which its consequences queued; negative before.
+        work: does it; returns start and end where a device's clock knows them better,
+            else None.
         counters: what the system counted of its thread meanwhile; None if nobody asked.
         operation: that it is done for; None for what no queue knows.
     """
@@ -128,6 +130,7 @@ class Task:
         "picked_s",
         "start_s",
         "step",
+        "work",
     )
 
     def __init__(
@@ -149,16 +152,13 @@ class Task:
         self.start_s = -1.0
         self.end_s = -1.0
         self.ended_s = -1.0
+        self.work: Callable[[], tuple[float, float] | None] = _nothing
         self.counters: Counters | None = None
         self.operation: Operation | None = None
 
     def run(self) -> tuple[float, float] | None:
-        """Do it, on the worker's thread.
-
-        Returns:
-            Start and end where a device's clock knows them better, else None.
-        """
-        return None
+        """Do it, on the worker's thread; return as `work`."""
+        return self.work()
 
     def ended(self) -> None:
         """Let follow what no queue knows of. Called with the lock held."""

@@ -1,4 +1,4 @@
-"""What is really done: reads, copies, products, and the forward pass."""
+"""What is really done: reads and copies (`Memories`), products, the forward pass."""
 
 from __future__ import annotations
 
@@ -67,10 +67,6 @@ class Memories:
         self.brought = brought
         self.job = LayerJob.nothing()
 
-    def key(self, task: Task) -> int:
-        """Flat key of a task's expert, ``layer * E + expert``."""
-        return task.layer * self.experts + task.expert
-
     def for_cpu(self, key: int) -> ExpertWeights:
         """Weights of an expert where the CPU reads them.
 
@@ -88,6 +84,27 @@ class Memories:
         )
         return self.brought.weights(0, self.layouts[layer])
 
+    def read(self, key: int) -> None:
+        """Read an expert around the page cache into its slot in host memory."""
+        self.store.read_into(*divmod(key, self.experts), self.host.record(key))
+
+    def copy(self, key: int) -> tuple[float, float] | None:
+        """Copy an expert's record from host memory into its slot."""
+        nbytes = self.store.record_bytes(key // self.experts)
+        return self.device.copy(self.slots.slot(key), self.host.record(key), nbytes)
+
+    def write_back(self, key: int) -> tuple[float, float] | None:
+        """Copy an expert that leaves the device back to host memory.
+
+        Host memory has the same weights still, so neither where the bytes come from nor
+        where they go to matters: they are those of a slot that nobody writes, and as
+        many are moved as their system moves.
+        """
+        assert self.written_back is not None
+        record = self.written_back.record(0)
+        nbytes = self.store.record_bytes(key // self.experts)
+        return self.device.copy_back(record, self.leaving, nbytes)
+
     def close(self) -> None:
         """Let go of all of them."""
         self.host.close()
@@ -98,111 +115,25 @@ class Memories:
 
 
 class ExpertTask(Task):
-    """Something that is done with one expert.
+    """A product of one expert.
 
     Args:
         memories: where its weights are.
         lane: index of its lane.
-        kind: kind of span.
         place: step, layer, expert.
 
     Attributes:
-        key: flat key of the expert.
+        key: flat key of the expert, ``layer * E + expert``.
     """
 
     __slots__ = ("_memories", "key")
 
     def __init__(
-        self, memories: Memories, lane: int, kind: int, place: tuple[int, int, int]
+        self, memories: Memories, lane: int, place: tuple[int, int, int]
     ) -> None:
-        super().__init__(lane, kind, *place)
+        super().__init__(lane, COMPUTE, *place)
         self._memories = memories
-        self.key = memories.key(self)
-
-
-class Move(ExpertTask):
-    """The move of an expert's record from one memory to another."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, memories: Memories, lane: int, kind: int, place: tuple[int, int, int]
-    ) -> None:
-        super().__init__(memories, lane, kind, place)
-        self.nbytes = memories.store.record_bytes(self.layer)
-
-
-class Read(Move):
-    """The read of an expert from the SSD into host memory."""
-
-    __slots__ = ()
-
-    def run(self) -> None:
-        """Read around the page cache into the expert's slot."""
-        memories = self._memories
-        record = memories.host.record(self.key)
-        memories.store.read_into(self.layer, self.expert, record)
-
-
-class Copy(Move):
-    """The copy of an expert from host memory into a device slot."""
-
-    __slots__ = ()
-
-    def run(self) -> tuple[float, float] | None:
-        """Copy the record into the expert's slot."""
-        memories = self._memories
-        slot = memories.slots.slot(self.key)
-        record = memories.host.record(self.key)
-        return memories.device.copy(slot, record, self.nbytes)
-
-
-class WriteBack(Move):
-    """The copy of an expert that leaves the device back to host memory.
-
-    Host memory has the same weights still, so neither where the bytes come from nor
-    where they go to matters: they are those of a slot that nobody writes, and as many
-    are moved as their system moves.
-    """
-
-    __slots__ = ()
-
-    def run(self) -> tuple[float, float] | None:
-        """Copy."""
-        memories = self._memories
-        assert memories.written_back is not None
-        record = memories.written_back.record(0)
-        return memories.device.copy_back(record, memories.leaving, self.nbytes)
-
-
-class Prediction(Task):
-    """Dense parts of coming layers, computed to predict their experts."""
-
-    __slots__ = ("_evaluate", "_parts")
-
-    def __init__(
-        self,
-        lane: int,
-        place: tuple[int, int],
-        parts: int,
-        evaluate: Callable[[int, int], None],
-    ) -> None:
-        """Describe a prediction.
-
-        Args:
-            lane: the device's.
-            place: step, layer.
-            parts: how many layers are predicted.
-            evaluate: computes them, given the layer and how many follow.
-        """
-        step, layer = place
-        super().__init__(lane, DENSE, step, layer)
-        self._parts = parts
-        self._evaluate = evaluate
-
-    def run(self) -> None:
-        """Compute."""
-        self._evaluate(self.layer, self._parts)
+        self.key = self.layer * memories.experts + self.expert
 
 
 class Compute(ExpertTask):
@@ -230,7 +161,7 @@ class Compute(ExpertTask):
         *,
         on_cpu: bool,
     ) -> None:
-        super().__init__(memories, lane, COMPUTE, place)
+        super().__init__(memories, lane, place)
         self.only: torch.Tensor | None = None
         self.settles: Callable[[], bool] | None = None
         self._position = position
@@ -303,7 +234,7 @@ class Precompute(ExpertTask):
         hidden: torch.Tensor,
         rows: PrecomputedRows,
     ) -> None:
-        super().__init__(memories, lane, COMPUTE, place)
+        super().__init__(memories, lane, place)
         self.rows = rows
         self._hidden = hidden
 

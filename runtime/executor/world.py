@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,11 +34,7 @@ from moesim.runtime.executor.lanes import nothing_to_do
 from moesim.runtime.executor.memories import PrecomputedRows
 from moesim.runtime.executor.operations import (
     Compute,
-    Copy,
     Precompute,
-    Prediction,
-    Read,
-    WriteBack,
 )
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN, Part
@@ -136,6 +133,11 @@ class RealLayerStep(LayerStep):
             lanes.control.on_serving = self._serving
             lanes.counts = True
 
+        self._moves: dict[int, Callable[[int], Any]] = {
+            COPIED: memories.copy,
+            HAS_READ: memories.read,
+            UNAWAITED: memories.write_back,
+        }
         # Made ready outside the lock, by key: what starts when its operation does.
         self._products: dict[int, Compute] = {}
         # Likewise of what no layer step awaits yet, first queued first.
@@ -249,30 +251,26 @@ class RealLayerStep(LayerStep):
 
     def _task(self, operation: Operation) -> Task:
         """Make what is done for an operation that starts now; the lock is held."""
-        memories = self._memories
-        lane = operation.lane
-        kind = operation.kind
-        place = operation.step, operation.layer, operation.expert
+        key = operation.layer * self.experts + operation.expert
         follows = operation.follows
-        if follows == COPIED:
-            return Copy(memories, lane, kind, place)
-        if follows == HAS_READ:
-            return Read(memories, lane, kind, place)
-        if follows == UNAWAITED:
-            return WriteBack(memories, lane, kind, place)
-        if follows == PREDICTED:
+        if follows in {AHEAD, AWAITED_AHEAD}:
+            return self._ahead_of[key].popleft()
+        if follows in self._moves:
+            work = partial(self._moves[follows], key)
+        elif follows == PREDICTED:
             assert self.evaluate_ahead is not None
             row = self.planner.work.phase * self.layers
             parts = self.dense_parts[row + operation.layer]
-            return Prediction(lane, place[:2], parts, self.evaluate_ahead)
-        key = operation.layer * self.experts + operation.expert
-        if follows in {AHEAD, AWAITED_AHEAD}:
-            return self._ahead_of[key].popleft()
-        product = self._products.pop(key)
-        if follows == FETCHED:
-            # The last fetched expert lets the CPU begin: then it must be there.
-            product.settles = self._fetches_last
-        return product
+            work = partial(self.evaluate_ahead, operation.layer, parts)
+        else:
+            product = self._products.pop(key)
+            if follows == FETCHED:
+                # The last fetched expert lets the CPU begin: then it must be there.
+                product.settles = self._fetches_last
+            return product
+        task = nothing_to_do(operation)
+        task.work = work
+        return task
 
     def _fetches_last(self) -> bool:
         return self.fetched == 1

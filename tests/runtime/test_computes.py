@@ -29,14 +29,15 @@ from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.executor import Executor
-from moesim.runtime.executor.operations import Compute, Precompute, Read
+from moesim.runtime.executor.lanes import Task
+from moesim.runtime.executor.operations import Compute, Precompute
 from moesim.runtime.executor.world import RealLayerStep
 from moesim.runtime.models.expert_layout import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import Phase
-from moesim.traces.timeline.spans import Timeline
+from moesim.traces.timeline.spans import READ, Timeline
 
 torch.set_num_threads(1)
 WORKERS = {
@@ -268,7 +269,7 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
     still inside: it stays, and (0, 0) leaves instead.
     """
     run = Precompute.run
-    ended = Read.ended
+    ended = Task.ended
     go = threading.Event()
     unchanged = []
 
@@ -284,11 +285,11 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
         does what when.
         """
         ended(self)
-        if (self.layer, self.expert) == (0, 3):
+        if (self.kind, self.layer, self.expert) == (READ, 0, 3):
             go.set()
 
     monkeypatch.setattr(Precompute, "run", slow)
-    monkeypatch.setattr(Read, "ended", noting)
+    monkeypatch.setattr(Task, "ended", noting)
     hidden = torch.randn(1, 32)
     with (
         build_random_store(float_model(), tmp_path / "s", dtype="float32") as store,
