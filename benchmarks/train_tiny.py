@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import transformers
 from torch.nn import functional
-from transformers import Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesim.base.files import ScratchFolder, write_text
 from moesim.runtime import text as corpus
-from moesim.runtime.models.local_model import BALANCE_WEIGHT, load_tiny, tiny_config
+from moesim.runtime.models.local_model import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +43,35 @@ SAVE_EVERY_S: Final = 120.0
 HELD_OUT_WINDOWS: Final = 512
 HELD_OUT_SEED: Final = 1
 
+BALANCE_WEIGHT: Final = 0.01
+"""Of the balance term: enough against collapse, too weak to dictate routing."""
+
 _HELD_OUT_BATCH: Final = 16
 _EXPERTS_FUNCTION: Final = "moesim_split"
+
+
+def tiny_config() -> Qwen3MoeConfig:
+    """Describe the model: 6 layers of 32 experts, 4 active per token, 4.5 million
+    parameters.
+    """
+    return Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,  # of dense layers; there are none
+        moe_intermediate_size=56,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        router_aux_loss_coef=BALANCE_WEIGHT,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        dtype="bfloat16",  # half the size of float32, and it ships
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +213,9 @@ def train_tiny(
             saved_s = seconds_s
 
     # Measured on the file, whose weights were rounded to bfloat16.
-    facts |= _evaluation(held_out(load_tiny(target), HELD_OUT_WINDOWS))
+    facts |= _evaluation(
+        held_out(load_weights(target, "float32").eval(), HELD_OUT_WINDOWS)
+    )
     _save(model, target, facts)
     return facts
 

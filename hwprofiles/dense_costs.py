@@ -210,15 +210,6 @@ class DenseCosts:
         in_place = self._in_place(outputs, head=True)
         return self._roof.seconds(work.weight_bytes, work.flops) * in_place
 
-    def reference_s(self, tokens: Counts, *, head: bool) -> np.ndarray:
-        """Return the seconds of this model's reference dense part, or head, as a curve
-        over tokens states them: attention to earlier tokens is left out.
-        """
-        reference = dense_reference(self._shape, head=head)
-        flops = tokens * flops_per_token(reference)
-        in_place = self._in_place(tokens, head=head)
-        return self._roof.seconds(reference.bytes, flops) * in_place
-
     def _in_place(self, tokens: Counts, *, head: bool = False) -> np.ndarray | float:
         """Return by what factor a dense part of so many tokens differs from the
         roofline, at the most similar size calibrated; 1 where none was.

@@ -13,6 +13,7 @@ experts per token, H hidden.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,16 +23,10 @@ import torch
 from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
 from moesim.runtime.models.expert_layout import UNUSED, group_tokens
-from moesim.runtime.models.gates import (
-    Arguments,
-    Foresight,
-    MoeBlock,
-    best_first,
-    gate_facts,
-    read_gate,
-)
+from moesim.runtime.models.gates import best_first, gate_facts
 from moesim.runtime.models.local_model import Pass, Sampling, generate
 from moesim.runtime.models.offloaded import StoreExperts, offloaded_shape
+from moesim.runtime.record.gate_observer import GateObserver
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
@@ -199,60 +194,47 @@ class LiveRun:
         self._size = batch
         self._sampling = Sampling(temperature, seed)
         self._keep_passes = keep_passes
-        self._blocks = offloaded.blocks()
-        self._facts = gate_facts(offloaded.model, self._blocks)
         vectors = (
             None
             if residual is None
             else torch.from_numpy(residual.vectors).to(local.device)
         )
-        wanted = [name for name in columns if name in PREDICTION_COLUMNS]
-        self._foresight = Foresight(self._blocks, self._facts, wanted, vectors)
-        self._predicts = bool(wanted)
+        self._predicted = [name for name in columns if name in PREDICTION_COLUMNS]
         self._scores = "scores" in columns
-        self._gate_call: Arguments = (), {}
-        self._gate_output = torch.empty(0)
+        blocks = offloaded.blocks()
+        facts = gate_facts(offloaded.model, blocks)
+        self._observer = GateObserver(blocks, facts, columns, residual=vectors)
+        self._watches = bool(self._predicted) or self._scores
         # Rows that are neither padding nor of an ended sequence; None where all are
         # kept. Ended sequences stay in the batch.
         self._kept: torch.Tensor | None = None
         self._alive = torch.ones(0, dtype=torch.bool)
         self._inputs: dict[str, Any] = {}
-        self._fresh = True
         self._step = -1
         self._batch = 0
         self._generated: list[list[int]] = []
 
     def __call__(self) -> None:
         """Generate for all prompts, a batch at a time."""
-        model = self._offloaded.model
-        handles = [
-            model.register_forward_pre_hook(self._on_begin, with_kwargs=True),
-            model.register_forward_hook(self._on_end),
-        ]
-        if self._predicts or self._scores:
-            handles += [
-                block.gate.register_forward_hook(self._on_gate(block), with_kwargs=True)
-                for block in self._blocks
-            ]
         self._offloaded.handler = self
         try:
-            for first in range(0, len(self._prompts), self._size):
-                prompts = self._prompts[first : first + self._size]
-                self._generated = [[] for _ in prompts]
-                generate(
-                    self._local,
-                    prompts,
-                    self._new,
-                    self._listen,
-                    first=first,
-                    sampling=self._sampling,
-                )
-                self.result.tokens += self._generated
-                self._batch += 1
+            with self._observer if self._watches else nullcontext():
+                for first in range(0, len(self._prompts), self._size):
+                    prompts = self._prompts[first : first + self._size]
+                    self._generated = [[] for _ in prompts]
+                    generate(
+                        self._local,
+                        prompts,
+                        self._new,
+                        self._listen,
+                        begin=self._begin,
+                        first=first,
+                        sampling=self._sampling,
+                    )
+                    self.result.tokens += self._generated
+                    self._batch += 1
         finally:
             self._offloaded.handler = None
-            for handle in handles:
-                handle.remove()
 
     def experts(
         self,
@@ -262,62 +244,52 @@ class LiveRun:
         weights: torch.Tensor,
     ) -> torch.Tensor:
         """Answer as `moesim.runtime.models.offloaded.ExpertsHandler.experts`."""
-        kept = self._kept
-        if kept is not None:
-            hidden_all = hidden
-            hidden = hidden[kept]
-            index = index[kept]
-            weights = weights[kept]
-        routed, weights, groups = self._routed(layer, index, weights)
+        seen: dict[str, torch.Tensor] = {}
+        if self._watches:
+            seen = self._observer.layers[layer]
+            if "output" not in seen:
+                raise PolicyError(
+                    f"{self._offloaded.layers[layer].name}: its gate shows only its"
+                    " choice; policies that need scores cannot run"
+                )
+            index, weights = seen["experts"], seen["weights"]
+        else:
+            index, weights = best_first(index, weights, None)
+        weights = self._rows(weights)
+        routed, groups = routed_layer(layer, self._rows(index), weights)
+        if self._scores:
+            routed.scores = _half(self._rows(seen["scores"]))
+        routed.predicted = {
+            name: _half(self._rows(seen[name]))
+            for name in self._predicted
+            if name in seen
+        }
+        # A pass keeps nothing of the layers that are done.
+        seen.clear()
         self.result.steps[-1].layers.append(routed)
-        answer = self._executor.layer(routed, hidden, weights, groups)
-        if kept is None:
+        answer = self._executor.layer(routed, self._rows(hidden), weights, groups)
+        if self._kept is None:
             return answer
         # The rest keeps zeros: nobody reads these positions.
-        padded = torch.zeros_like(hidden_all)
-        padded[kept] = answer
+        padded = torch.zeros_like(hidden)
+        padded[self._kept] = answer
         return padded
-
-    def _routed(
-        self, layer: int, index: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[RoutedLayer, torch.Tensor, Any]:
-        """Say what the gate decided, best expert first, as a trace would."""
-        output = (
-            self._rows(self._gate_output) if self._scores or self._predicts else None
-        )
-        index, weights = best_first(index, weights, output)
-        routed, groups = routed_layer(layer, index, weights)
-        if self._scores and output is not None:
-            routed.scores = _half(self._facts.scores(output))
-        if self._predicts:
-            predicted = self._foresight.predict(layer, *self._gate_call)
-            routed.predicted = {
-                name: _half(self._rows(scores)) for name, scores in predicted.items()
-            }
-        return routed, weights, groups
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:
         """Leave out padding and ended sequences."""
         return values if self._kept is None else values[self._kept]
 
-    def _on_begin(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _begin(self, inputs: dict[str, Any]) -> None:
         """Note what a forward pass is given."""
-        del model, args
-        tokens = kwargs["input_ids"]
-        mask = kwargs["attention_mask"]
-        kept = mask[:, -tokens.shape[1] :].bool()
+        tokens = inputs["input_ids"]
+        kept = inputs["attention_mask"][:, -tokens.shape[1] :].bool()
         keep = kept.reshape(-1)
         self._alive = kept[:, -1]
         self._kept = None if bool(keep.all()) else keep.nonzero().flatten()
-        fresh = kwargs.get("past_key_values") is None
+        self._inputs = dict(inputs)
+        fresh = self._inputs.pop("past_key_values") is None
         phase = Phase.PREFILL if fresh else Phase.DECODE
         self._step += 1
-        if self._keep_passes:
-            names = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
-            self._inputs = {name: kwargs[name] for name in names if name in kwargs}
-            self._fresh = fresh
         # Counts are known when the pass has ended.
         self.result.steps.append(
             RoutedStep(
@@ -332,40 +304,17 @@ class LiveRun:
         )
         self._executor.begin_step(self._step, phase, self._batch)
 
-    def _on_end(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Keep what a forward pass has answered about the last position of each
-        sequence.
-        """
-        del model, args
-        if not self._keep_passes:
-            return
-        logits = output.logits[self._alive, -1].float().cpu()
-        self.result.passes.append(
-            PassRecord(self._inputs, self._fresh, self._alive, logits)
-        )
-
-    def _on_gate(self, block: MoeBlock) -> Any:
-        """Return the hook that notes what a gate was asked and answered."""
-
-        def hook(
-            _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> None:
-            self._gate_call = args, kwargs
-            every, _, _ = read_gate(output, block.count)
-            if every is None:
-                raise PolicyError(
-                    f"{block.name}: its gate shows only its choice; policies that need"
-                    " scores cannot run"
-                )
-            self._gate_output = every
-
-        return hook
-
     def _listen(self, step: Pass) -> None:
         """Close the books of a forward pass."""
         tokens = int(step.keep.sum())
         sequences = int(step.keep.any(1).sum())
         noted = self.result.steps[-1]
+        if self._keep_passes:
+            fresh = noted.phase == Phase.PREFILL
+            logits = step.logits[self._alive, -1].float().cpu()
+            self.result.passes.append(
+                PassRecord(self._inputs, fresh, self._alive, logits)
+            )
         noted.tokens = tokens
         noted.sequences = sequences
         noted.context_tokens = int(step.positions.max()) + 1

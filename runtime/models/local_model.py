@@ -19,7 +19,7 @@ import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -35,72 +35,14 @@ from moesim.runtime.models.gates import GateFacts, MoeBlock, find_blocks, gate_f
 from moesim.traces.format.schema import ModelShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-BALANCE_WEIGHT: Final = 0.01
-"""Of the balance term in training: enough against collapse, too weak to dictate
-routing.
-"""
 
 
 def tiny_dir() -> Path:
     """Return the folder of the checkpoint that ships with the project."""
     return Path(__file__).parents[1] / "data" / "tiny"
-
-
-def tiny_config() -> Qwen3MoeConfig:
-    """Describe the model: 6 layers of 32 experts, 4 active per token, 4.5 million
-    parameters.
-    """
-    from transformers import Qwen3MoeConfig  # noqa: PLC0415 - seconds to import
-
-    return Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,  # of dense layers; there are none
-        moe_intermediate_size=56,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=32,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        router_aux_loss_coef=BALANCE_WEIGHT,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        dtype="bfloat16",  # half the size of float32, and it ships
-    )
-
-
-def load_tiny(
-    directory: Path | None = None, dtype: torch.dtype = torch.float32
-) -> Qwen3MoeForCausalLM:
-    """Load a checkpoint of `train_tiny`, the shipped one when `directory` is None,
-    ready for inference.
-
-    It computes in float32 by default: the weights are bfloat16, which many CPUs can
-    only emulate.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    from transformers import Qwen3MoeForCausalLM  # noqa: PLC0415 - seconds to import
-
-    source = tiny_dir() if directory is None else directory
-    if not (source / "model.safetensors").is_file():
-        raise FileNotFoundError(
-            f"{source}: expected model.safetensors, found none; make one with `python"
-            " -m benchmarks.train_tiny DIR` in a checkout"
-        )
-    model = Qwen3MoeForCausalLM.from_pretrained(
-        source, dtype=dtype, local_files_only=True
-    )
-    return model.eval()
 
 
 BYTE_VOCABULARY: Final = 258
@@ -160,20 +102,20 @@ def load_model(
     Raises:
         TraceError: no such directory, or neither a tokenizer nor a byte-sized
             vocabulary.
-        FileNotFoundError: the shipped checkpoint is missing.
     """
-    if str(spec) == "tiny":
-        precision = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        return LocalModel("tiny", load_tiny(dtype=precision).to(device))
-
-    folder = Path(spec)
+    is_tiny = str(spec) == "tiny"
+    folder = tiny_dir() if is_tiny else Path(spec)
     if not (folder / "config.json").is_file():
         raise TraceError(
             f"{folder}: expected a Hugging Face model directory with config.json, or"
             " 'tiny'; found none"
         )
+    # Its weights are bfloat16, which many CPUs can only emulate.
+    if is_tiny and dtype == "auto":
+        dtype = "float32"
     model = load_weights(folder, dtype).eval().to(device)
-    return LocalModel(folder.resolve().name, model, load_tokenizer(folder, model))
+    name = "tiny" if is_tiny else folder.resolve().name
+    return LocalModel(name, model, load_tokenizer(folder, model))
 
 
 def load_weights(folder: Path, dtype: str = "auto") -> Any:
@@ -352,18 +294,13 @@ class Pass(NamedTuple):
         tokens: int64 [B, S] token ids that went in.
         positions: int64 [B, S] absolute position of each in its own sequence.
         keep: bool [B, S].
+        logits: [B, S, V], or of the last positions only.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     keep: torch.Tensor
-
-
-class PassObserver(Protocol):
-    """Called after every forward pass."""
-
-    def __call__(self, step: Pass) -> None:
-        """Take what the pass has left behind."""
+    logits: torch.Tensor
 
 
 class Sampling(NamedTuple):
@@ -379,8 +316,9 @@ def generate(
     local: LocalModel,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    observe: PassObserver,
+    observe: Callable[[Pass], None],
     *,
+    begin: Callable[[dict[str, Any]], None] = lambda _inputs: None,
     first: int = 0,
     sampling: Sampling | None = None,
 ) -> None:
@@ -395,6 +333,7 @@ def generate(
         prompts: token ids of B prompts, none empty.
         new_tokens: >= 0.
         observe: called after every pass.
+        begin: called before every pass with what the model is given.
         first: number of the first sequence, for its random draws.
         sampling: greedy when None.
     """
@@ -415,15 +354,16 @@ def generate(
 
     for generated in range(new_tokens + 1):
         optional = {"position_ids": positions, "logits_to_keep": 1}
+        inputs = {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            **{name: value for name, value in optional.items() if name in accepted},
+        }
+        begin(inputs)
         with torch.inference_mode():
-            out = local.model(
-                input_ids=tokens,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **{name: value for name, value in optional.items() if name in accepted},
-            )
-        observe(Pass(tokens, positions, keep))
+            out = local.model(**inputs, use_cache=True)
+        observe(Pass(tokens, positions, keep, out.logits))
         if generated == new_tokens:
             return
 

@@ -83,7 +83,7 @@ def stored_model(
     """
     tiny = str(spec) == "tiny"
     folder = tiny_dir() if tiny else Path(spec)
-    # The shipped model computes in float32, as `load_tiny` loads it.
+    # The shipped model computes in float32, as `load_model` loads it.
     dtype = "float32" if tiny else None
     offloaded = OffloadedModel.load(
         folder, device=device, dtype=torch.float32 if tiny else None

@@ -93,7 +93,7 @@ def test_the_shipped_model_answers_the_same(tmp_path):
     """A trained model, stored in bfloat16 and computed in float32: six layers of 32
     experts.
     """
-    plain = tiny.load_tiny()
+    plain = tiny.load_model("tiny").model
     with build_store(tiny.tiny_dir(), tmp_path / "s", dtype="float32") as store:
         ours = OffloadedModel.load(
             tiny.tiny_dir(), StoreExperts(store), dtype=torch.float32
