@@ -23,8 +23,6 @@ from moesim.base.files import open_own, try_lock, write_text
 from moesim.runtime.models.expert_layout import torch_dtype
 from moesim.runtime.store.sources import (
     CheckpointSource,
-    ExpertSource,
-    ModuleSource,
     RandomSource,
 )
 from moesim.runtime.store.store import (
@@ -41,13 +39,14 @@ from moesim.runtime.store.store import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moesim.runtime.store.sources import ExpertSource
     from moesim.traces.format.schema import ModelShape
 
 _PART_NAME: Final = DATA_NAME + ".part"
 
 
 def build_store(
-    model: Path | str | torch.nn.Module,
+    model_dir: Path | str,
     out_dir: Path | str,
     *,
     dtype: str | None = None,
@@ -57,7 +56,7 @@ def build_store(
     it is there.
 
     Args:
-        model: a Hugging Face directory, or a model in memory.
+        model_dir: a Hugging Face directory.
         out_dir: the store's directory.
         dtype: of the stored weights; the model's own when None.
         progress: called after every record that is written, or compared, where a
@@ -69,12 +68,7 @@ def build_store(
             store, another build is at work there, or the disk is too small.
     """
     chosen = None if dtype is None else torch_dtype(dtype)
-    source: ExpertSource = (
-        ModuleSource(model, chosen)
-        if isinstance(model, torch.nn.Module)
-        else CheckpointSource(model, chosen)
-    )
-    return _build(source, Path(out_dir), progress)
+    return _build(CheckpointSource(model_dir, chosen), Path(out_dir), progress)
 
 
 def build_random_store(

@@ -1,5 +1,5 @@
-"""Sources of a store's experts: a random draw, a model in memory, or a Hugging Face
-checkpoint, read and converted one expert at a time.
+"""Sources of a store's experts: a random draw, or a Hugging Face checkpoint, read and
+converted one expert at a time.
 
 Checkpoints name their tensors as their authors liked (``experts.7.w1.weight``,
 ``experts.gate_up_proj``), and the library knows for each model how these become the
@@ -38,15 +38,12 @@ from moesim.runtime.models.checkpoint import (
     checkpoint_dtype,
     skeleton,
     tensor_files,
-    weights_digest,
 )
 from moesim.runtime.models.expert_layout import layout_of, swiglu_layout, torch_dtype
 from moesim.runtime.models.gates import offloadable_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
     from moesim.runtime.models.expert_layout import ExpertLayout
     from moesim.runtime.models.gates import MoeBlock
@@ -126,37 +123,6 @@ class RandomSource:
             uniform = torch.from_numpy(draws.random(spec.shape, dtype=np.float32))
             tensors.append(uniform.mul_(2 * bound).sub_(bound))
         return tensors
-
-
-class ModuleSource:
-    """Experts of a model that is in memory already.
-
-    Args:
-        model: with its experts.
-        dtype: of the store; that of the model's experts when None.
-
-    Raises:
-        StoreError: the model has no experts that the library's experts interface
-            serves.
-    """
-
-    distinct: int | None = None
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        self._blocks = offloadable_blocks(model)
-        chosen = dtype or next(self._blocks[0].experts.parameters()).dtype
-        self.name = type(model).__name__
-        self.digest = weights_digest(model)
-        self.layouts = tuple(layout_of(block.experts, chosen) for block in self._blocks)
-        self.experts = tuple(block.count for block in self._blocks)
-
-    def expert(self, layer: int, expert: int) -> Sequence[torch.Tensor]:
-        """Return one expert's parameters."""
-        module = self._blocks[layer].experts
-        return [
-            getattr(module, spec.name)[expert].detach().cpu()
-            for spec in self.layouts[layer].tensors
-        ]
 
 
 class CheckpointSource:
