@@ -10,8 +10,10 @@ Apple's share the processor's memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -20,6 +22,7 @@ from moesim.base.errors import RuntimeFault
 from moesim.base.host_limits import available_memory_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
 
 
@@ -337,10 +340,8 @@ class HostEvent:
         return 1e3 * (later._at_s - self._at_s)
 
 
-class Rehearsal(Accelerator):
-    """The host as its own accelerator, on which all is done when it is launched: what
-    drives a card runs there, and says nothing about one.
-    """
+class Host(Accelerator):
+    """The host as its own accelerator, on which all is done when it is launched."""
 
     kind = "host"
     type = "cpu"
@@ -368,8 +369,8 @@ class Rehearsal(Accelerator):
 
     @property
     def cache_bytes(self) -> int:
-        """As little as shows that pools are cycled through."""
-        return 8 << 20
+        """All caches of the cores that this process may use."""
+        return caches_bytes()
 
     def current_stream(self) -> Any:
         """The only stream there is."""
@@ -395,6 +396,17 @@ class Rehearsal(Accelerator):
         """Leave the memory as it is."""
 
 
+class Rehearsal(Host):
+    """What drives a card runs on the host, and says nothing about one."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """As little as shows that pools are cycled through."""
+        return 8 << 20
+
+
+HOST: Final = Host()
+
 KNOWN: Final[tuple[type[Accelerator], ...]] = (Cuda, Rocm, Xpu, Mps)
 """In the order in which they are looked for."""
 
@@ -402,3 +414,43 @@ KNOWN: Final[tuple[type[Accelerator], ...]] = (Cuda, Rocm, Xpu, Mps)
 def accelerator_here() -> Accelerator | None:
     """The first device of the first kind that torch finds, None without any."""
     return next((known() for known in KNOWN if known.is_here()), None)
+
+
+_UNKNOWN_CACHES_BYTES: Final = 128 << 20
+"""Taken where the system does not tell: more than most processors that people own
+have.
+"""
+_CPU_FOLDER: Final = Path("/sys/devices/system/cpu")
+
+
+def all_caches_bytes(cores: Collection[int] | None = None) -> int | None:
+    """Add up the data caches of cores; None where the kernel does not say.
+
+    A cache that several of them share counts once; instructions hold no weights.
+
+    Args:
+        cores: numbers of cores; None for all.
+    """
+    sizes: dict[tuple[str, str], int] = {}
+    for folder in _CPU_FOLDER.glob("cpu[0-9]*/cache/index*"):
+        core = int(folder.parents[1].name.removeprefix("cpu"))
+        if cores is not None and core not in cores:
+            continue
+        try:
+            kind, size, level, sharing = (
+                (folder / name).read_text(encoding="ascii").strip()
+                for name in ("type", "size", "level", "shared_cpu_list")
+            )
+        # Some kernels, and most containers on ARM, list caches without sizes.
+        except OSError:
+            continue
+        # The kernel writes KiB, such as "32768K".
+        if kind != "Instruction" and size[:-1].isdigit() and size.endswith("K"):
+            sizes[level, sharing] = int(size[:-1]) << 10
+    return sum(sizes.values()) or None
+
+
+def caches_bytes() -> int:
+    """Bytes that the caches of the cores that this process may use hold together."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    return all_caches_bytes(cores) or _UNKNOWN_CACHES_BYTES

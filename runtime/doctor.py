@@ -14,7 +14,7 @@ import torch
 from moesim.base.errors import RuntimeFault
 from moesim.base.host_checks import LEAST_FREE_BYTES, Finding, fails, holds, limited
 from moesim.base.host_limits import available_cores, processor
-from moesim.runtime.accelerators import accelerator_here
+from moesim.runtime.accelerators import HOST, accelerator_here
 from moesim.runtime.measure.card import many_s
 from moesim.runtime.measure.copies import noise_file
 from moesim.runtime.measure.experts import ExpertPool, Size
@@ -136,7 +136,7 @@ def check_lanes() -> list[tuple[str, Finding]]:
     dtype = torch.float32 if accelerator is None else torch.bfloat16
     nbytes = swiglu_layout(_SIZE.hidden, _SIZE.intermediate, dtype).expert_bytes
     with lane_work(
-        _SIZE, dtype, accelerator, max(1, cores - 1), total_bytes=_POOL_BYTES
+        _SIZE, dtype, accelerator or HOST, max(1, cores - 1), total_bytes=_POOL_BYTES
     ) as work:
         findings = [_alone(lane, job, nbytes) for lane, job in work.items()]
         if cores < 2:

@@ -137,7 +137,7 @@ def run_live(
             store,
             device,
             forward,
-            gatings=[layer.gating for layer in offloaded.layers],
+            gatings=offloaded.gatings,
             out=out,
             progress=progress,
         )

@@ -284,9 +284,7 @@ def run_bound(
         The bound; None without probes, where the processor does not tell its caches, or
         where routing is altered.
     """
-    from moesim.runtime.measure.sampling import (  # noqa: PLC0415 - needs psutil
-        all_caches_bytes,
-    )
+    from moesim.runtime.accelerators import all_caches_bytes  # noqa: PLC0415 - torch
 
     rate = highest_read_rate(setup.profile.numbers)
     caches = all_caches_bytes()

@@ -103,7 +103,7 @@ class Executor:
         store: the experts.
         device: what the `gpu0` lane runs on.
         gatings: per layer, the model's own gating function or None
-            (`MoeLayer.gating`).
+            (`OffloadedModel.gatings`).
         own_cores: give the host accelerator the last core and control the others, for
             machines that are otherwise idle: the scheduler may else wake a lane on the
             core of whoever woke it (docs/explanation/runtime.md).

@@ -83,8 +83,7 @@ def warm_up(offloaded: OffloadedModel, store: ExpertStore) -> None:
     """Send one token through the model, so that libraries have initialised themselves
     before anything is timed.
     """
-    gatings = [layer.gating for layer in offloaded.layers]
-    offloaded.handler = StoreExperts(store, gatings, check=False)
+    offloaded.handler = StoreExperts(store, offloaded.gatings, check=False)
     with torch.inference_mode():
         offloaded.model(
             input_ids=torch.zeros(
@@ -201,9 +200,10 @@ class LiveRun:
         )
         self._predicted = [name for name in columns if name in PREDICTION_COLUMNS]
         self._scores = "scores" in columns
-        blocks = offloaded.blocks()
-        facts = gate_facts(offloaded.model, blocks)
-        self._observer = GateObserver(blocks, facts, columns, residual=vectors)
+        facts = gate_facts(offloaded.model, offloaded.blocks)
+        self._observer = GateObserver(
+            offloaded.blocks, facts, columns, residual=vectors
+        )
         self._watches = bool(self._predicted) or self._scores
         # Rows that are neither padding nor of an ended sequence; None where all are
         # kept. Ended sequences stay in the batch.
@@ -249,7 +249,7 @@ class LiveRun:
             seen = self._observer.layers[layer]
             if "output" not in seen:
                 raise PolicyError(
-                    f"{self._offloaded.layers[layer].name}: its gate shows only its"
+                    f"{self._offloaded.blocks[layer].name}: its gate shows only its"
                     " choice; policies that need scores cannot run"
                 )
             index, weights = seen["experts"], seen["weights"]

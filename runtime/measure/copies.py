@@ -40,19 +40,9 @@ COPY_BYTES: Final = (64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB)
 ACTIVATION_BYTES: Final = (4 * _KIB, 64 * _KIB, _MIB)
 
 _LINK_BYTES: Final = 256 << 20
-"""Of both ends of a link: used piece by piece, so that no copy finds its bytes in a
-cache.
-"""
 
 # Small pieces of a large memory would make a list of millions.
 _MOST_PIECES: Final = 4096
-
-
-def written(nbytes: int) -> torch.Tensor:
-    """Return so many bytes of host memory that were written: other memory is not read,
-    but made up.
-    """
-    return torch.ones(nbytes, dtype=torch.uint8)
 
 
 def copying(
@@ -74,73 +64,63 @@ def copying(
     return copy
 
 
-def measure_host_copies(measurements: Measurements, *, seconds: float) -> None:
-    """Measure copies between two host memories, and hidden states on their way to the
-    CPU lane and back.
-    """
-    total_bytes = max(pool_bytes(), 4 * COPY_BYTES[-1])
-    memories = written(total_bytes), written(total_bytes)
-    share_s = seconds / (len(COPY_BYTES) + len(ACTIVATION_BYTES))
-
-    by_size = {size: sample(copying(*memories, size), share_s) for size in COPY_BYTES}
-    source = "copies by one thread between written host memories, each piece in turn"
-    measurements.link("h2d", by_size, source)
-    # Both memories are of the same kind, so the way back costs the same.
-    measurements.link("d2h", by_size, f"{source}; both directions are the same copy")
-
-    def there_and_back(size: int) -> Callable[[int], object]:
-        copy = copying(*memories, size)
-        return lambda index: (copy(index), copy(index + 1))
-
-    _note_activations(
-        measurements,
-        there_and_back,
-        share_s,
-        "line through two host copies, hidden states to the CPU lane and its result"
-        " back, by bytes",
-    )
-
-
-def measure_device_copies(
+def measure_copies(
     measurements: Measurements, accelerator: Accelerator, *, seconds: float
 ) -> None:
-    """Measure page-locked copies to and from a device by size, and hidden states there
-    and back.
+    """Measure copies to and from a device by size, page-locked where it needs that, and
+    hidden states on their way to the CPU lane and back.
     """
     share_s = seconds / (2 * len(COPY_BYTES) + len(ACTIVATION_BYTES))
-    by_direction = link_samples(accelerator, COPY_BYTES, share_s, page_locked=True)
     source = f"page-locked copies on {accelerator.device}, its events"
+    if accelerator.kind == "host":
+        source = "copies by one thread between written host memories"
+    by_direction = link_samples(accelerator, COPY_BYTES, share_s, page_locked=True)
     for link, by_size in by_direction.items():
-        measurements.link(link, by_size, source)
+        measurements.link(link, by_size, f"{source}, each piece in turn")
 
-    host, there = link_memories(accelerator, ACTIVATION_BYTES[-1], page_locked=True)
+    nbytes = _link_bytes(accelerator)
+    host, there = link_memories(accelerator, nbytes, page_locked=True)
 
     def there_and_back(size: int) -> Callable[[int], None]:
-        def work(_: int) -> None:
-            host[:size].copy_(there[:size], non_blocking=True)
-            there[:size].copy_(host[:size], non_blocking=True)
+        back = copying(host, there, size, wait=False)
+        forth = copying(there, host, size, wait=False)
+
+        def work(index: int) -> None:
+            back(index)
+            forth(index + 1)
             accelerator.synchronize()
 
         return work
 
     # By the host's clock, since the CPU lane waits for its hidden states there.
-    _note_activations(
-        measurements,
-        there_and_back,
-        share_s,
-        "line through page-locked copies of hidden states from and to"
-        f" {accelerator.device}, synchronised, by bytes",
+    by_bytes = {
+        2 * size: sample(there_and_back(size), share_s) for size in ACTIVATION_BYTES
+    }
+    measurements.put_fit(
+        paths.link(paths.ACTIVATION),
+        fit_line(by_bytes),
+        f"line through hidden states to the CPU lane and its result back, by bytes:"
+        f" {source}",
     )
+
+
+def _link_bytes(accelerator: Accelerator) -> int:
+    """Bytes of both ends of a link, used piece by piece, so that no copy finds its
+    bytes in a cache.
+    """
+    return max(_LINK_BYTES, pool_bytes(accelerator))
 
 
 def link_memories(
     accelerator: Accelerator, nbytes: int, *, page_locked: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return written memory of the host and of a device."""
-    host = written(nbytes)
+    """Return written memory of the host and of a device: other memory is not read, but
+    made up.
+    """
+    host = torch.ones(nbytes, dtype=torch.uint8)
     if page_locked:
         host = accelerator.page_locked(host)
-    return host, torch.zeros(nbytes, dtype=torch.uint8, device=accelerator.device)
+    return host, torch.ones(nbytes, dtype=torch.uint8, device=accelerator.device)
 
 
 def link_samples(
@@ -161,7 +141,8 @@ def link_samples(
             one of pageable memory keeps the host busy, whose clock counts.
     """
     once = event_timer(accelerator) if page_locked else once_s
-    host, there = link_memories(accelerator, _LINK_BYTES, page_locked=page_locked)
+    nbytes = _link_bytes(accelerator)
+    host, there = link_memories(accelerator, nbytes, page_locked=page_locked)
     return {
         link: {
             size: sample(
@@ -171,19 +152,6 @@ def link_samples(
         }
         for link, target, source in (("h2d", there, host), ("d2h", host, there))
     }
-
-
-def _note_activations(
-    measurements: Measurements,
-    round_trip: Callable[[int], Callable[[int], object]],
-    seconds: float,
-    source: str,
-) -> None:
-    """Measure hidden states of several sizes on their way there and back."""
-    by_bytes = {
-        2 * size: sample(round_trip(size), seconds) for size in ACTIVATION_BYTES
-    }
-    measurements.put_fit(paths.link(paths.ACTIVATION), fit_line(by_bytes), source)
 
 
 READ_BYTES: Final = (128 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB)

@@ -19,14 +19,8 @@ import torch
 from moesim.hwprofiles.calibration.fit_curves import Points, fit_roofline
 from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.schema import ReferenceExpert
-from moesim.runtime.measure.sampling import (
-    caches_bytes,
-    device_pool_bytes,
-    event_timer,
-    once_s,
-    pool_bytes,
-    sample,
-)
+from moesim.runtime.accelerators import HOST, caches_bytes
+from moesim.runtime.measure.sampling import event_timer, once_s, pool_bytes, sample
 from moesim.runtime.models.dense import DenseStack
 from moesim.runtime.models.expert_layout import (
     ExpertLayout,
@@ -34,7 +28,7 @@ from moesim.runtime.models.expert_layout import (
     expert_forward,
     swiglu_layout,
 )
-from moesim.runtime.store.memory import DeviceSlots, HostSlots, Slots
+from moesim.runtime.store.memory import DeviceSlots
 from moesim.traces.format.schema import ModelShape
 
 if TYPE_CHECKING:
@@ -76,7 +70,7 @@ class ExpertPool:
     Args:
         size: H and F.
         dtype: of the weights.
-        accelerator: in whose memory they are; None for host memory.
+        accelerator: in whose memory they are.
         total_bytes: to cycle through; several times the caches when None.
     """
 
@@ -85,24 +79,17 @@ class ExpertPool:
         size: Size,
         dtype: torch.dtype,
         *,
-        accelerator: Accelerator | None = None,
+        accelerator: Accelerator = HOST,
         total_bytes: int | None = None,
     ) -> None:
         self.size = size
         self.dtype = dtype
         self.layout: ExpertLayout = swiglu_layout(size.hidden, size.intermediate, dtype)
         expert_bytes = self.layout.expert_bytes
-        self.slots: Slots
-        if accelerator is None:
-            self.device = torch.device("cpu")
-            total_bytes = total_bytes or pool_bytes(expert_bytes)
-            count = max(2, total_bytes // expert_bytes)
-            self.slots = HostSlots(count, expert_bytes)
-        else:
-            self.device = accelerator.device
-            total_bytes = total_bytes or device_pool_bytes(accelerator, expert_bytes)
-            count = max(2, total_bytes // expert_bytes)
-            self.slots = DeviceSlots(count, expert_bytes, self.device)
+        self.device = accelerator.device
+        total_bytes = total_bytes or pool_bytes(accelerator, expert_bytes)
+        count = max(2, total_bytes // expert_bytes)
+        self.slots = DeviceSlots(count, expert_bytes, self.device)
 
         # One draw for all: equal weights cost what others do, and drawing is slow.
         weights = torch.randn(expert_bytes // dtype.itemsize, device=self.device)
@@ -165,7 +152,7 @@ def measure_experts(
     *,
     tokens: Sequence[int],
     seconds: float,
-    accelerator: Accelerator | None = None,
+    accelerator: Accelerator = HOST,
     source: str,
 ) -> None:
     """Measure an expert by tokens, and a second one of another size, for the roofline
@@ -178,14 +165,14 @@ def measure_experts(
         dtype: of its weights.
         tokens: counts to measure, ascending.
         seconds: to spend.
-        accelerator: that computes, timed by its own clock; None for the CPU.
+        accelerator: that computes, timed by its own clock.
         source: how it was measured, in words.
     """
     # The companion serves the roofline only, so four or five counts are enough.
     some_tokens = tokens[:: max(1, len(tokens) // 4)]
     share_s = seconds / (len(tokens) + len(some_tokens))
     companion = size.companion()
-    once = once_s if accelerator is None else event_timer(accelerator)
+    once = event_timer(accelerator)
     moved_bytes: list[float] = []
     flops: list[float] = []
     times: list[np.ndarray] = []
@@ -303,7 +290,7 @@ def measure_dense(
     widths: Sequence[int],
     tokens: Sequence[int],
     seconds: float,
-    accelerator: Accelerator | None = None,
+    accelerator: Accelerator = HOST,
     source: str,
 ) -> None:
     """Measure layers of several hidden sizes at several token counts, weights from
@@ -315,15 +302,12 @@ def measure_dense(
         widths: hidden sizes.
         tokens: counts.
         seconds: to spend.
-        accelerator: that computes, timed by its own clock; None for the CPU.
+        accelerator: that computes, timed by its own clock.
         source: how it was measured, in words.
     """
     share_s = seconds / (len(widths) * len(tokens))
-    where = torch.device("cpu") if accelerator is None else accelerator.device
-    once = once_s if accelerator is None else event_timer(accelerator)
-    total_bytes = (
-        pool_bytes() if accelerator is None else device_pool_bytes(accelerator)
-    )
+    once = event_timer(accelerator)
+    total_bytes = pool_bytes(accelerator)
     moved_bytes: list[float] = []
     flops: list[float] = []
     times: list[np.ndarray] = []
@@ -331,7 +315,7 @@ def measure_dense(
         layer_bytes = width.bytes(dtype)
         # Enough layers that the caches hold none of them when its turn comes again.
         count = max(2, min(_MOST_LAYERS, total_bytes // layer_bytes))
-        stack = DenseStack(width.shape(count), dtype, where)
+        stack = DenseStack(width.shape(count), dtype, accelerator.device)
         stack.allocate_cache(1, CONTEXT)
         for rows in tokens:
             moved_bytes.append(layer_bytes)

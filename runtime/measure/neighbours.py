@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from moesim.hwprofiles import paths
-from moesim.runtime.accelerators import accelerator_here
-from moesim.runtime.measure.copies import copying, link_memories, written
+from moesim.runtime.accelerators import HOST
+from moesim.runtime.measure.copies import copying, link_memories
 from moesim.runtime.measure.experts import ExpertPool
 from moesim.runtime.measure.sampling import pool_bytes, sample
 
@@ -46,7 +46,7 @@ class LaneWork(NamedTuple):
 def lane_work(
     size: Size,
     dtype: torch.dtype,
-    accelerator: Accelerator | None,
+    accelerator: Accelerator,
     cpu_threads: int,
     total_bytes: int | None = None,
 ) -> Iterator[dict[str, LaneWork]]:
@@ -55,25 +55,18 @@ def lane_work(
 
     Args:
         size, dtype: of the experts.
-        accelerator: whose work its host waits for; None for the host accelerator.
+        accelerator: whose work its host waits for.
         cpu_threads: of the CPU lane.
         total_bytes: of each pool of experts; several times the caches when None.
     """
     # Pools of their own: shared weights would come from a shared cache.
     experts, others = (
         ExpertPool(size, dtype, accelerator=where, total_bytes=total_bytes)
-        for where in (None, accelerator)
+        for where in (HOST, accelerator)
     )
     nbytes = experts.layout.expert_bytes
-    compute: Callable[[int], object] = others.work(1)
-    if accelerator is None:
-        copied_bytes = total_bytes or pool_bytes(2 * nbytes)
-        copy: Callable[[int], object] = copying(
-            written(copied_bytes), written(copied_bytes), nbytes
-        )
-    else:
-        compute = awaited(accelerator, compute)
-        copy = awaited(accelerator, device_copy(accelerator, nbytes))
+    compute = awaited(accelerator, others.work(1))
+    copy = awaited(accelerator, device_copy(accelerator, nbytes, total_bytes))
     try:
         yield {
             "cpu": LaneWork(cpu_threads, experts.work(1)),
@@ -161,19 +154,22 @@ DEVICE_READ_BYTES: Final = 1 << 30
 _BESIDE_READS: Final = 8
 
 
-def measure_probes(measurements: Measurements, cores: int, *, seconds: float) -> None:
+def measure_probes(
+    measurements: Measurements, cores: int, accelerator: Accelerator, *, seconds: float
+) -> None:
     """Measure read rates of host memory by threads and, where there is a GPU, copies,
     its own memory, and reads and copies at the same time.
 
     Args:
         measurements: gets the rates.
         cores: that may be used.
+        accelerator: that there is.
         seconds: for all of it.
     """
     words = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     counts = thread_counts(cores)
-    accelerator = accelerator_here()
-    share_s = seconds / (len(counts) + (0 if accelerator is None else 5))
+    has_card = accelerator.kind != "host"
+    share_s = seconds / (len(counts) + 5 * has_card)
 
     for threads in counts:
         with torch_threads(threads):
@@ -183,7 +179,7 @@ def measure_probes(measurements: Measurements, cores: int, *, seconds: float) ->
             READ_BYTES / np.asarray(times_s),
             f"sum of {READ_BYTES >> 20} MiB of integers, {threads} threads",
         )
-    if accelerator is not None:
+    if has_card:
         _measure_links(measurements, accelerator, share_s)
         _measure_beside(measurements, accelerator, words, cores)
 
@@ -270,9 +266,14 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def device_copy(accelerator: Accelerator, nbytes: int) -> Callable[[int], None]:
-    """Return operation number i: launch a copy of so many bytes to a device."""
-    host, there = link_memories(accelerator, 4 * nbytes, page_locked=True)
+def device_copy(
+    accelerator: Accelerator, nbytes: int, total_bytes: int | None = None
+) -> Callable[[int], None]:
+    """Return operation number i: launch a copy of so many bytes to a device, of as many
+    in turn as `ExpertPool` has.
+    """
+    total_bytes = total_bytes or pool_bytes(accelerator, 2 * nbytes)
+    host, there = link_memories(accelerator, total_bytes, page_locked=True)
     launch = copying(there, host, nbytes, wait=False)
     stream = accelerator.new_stream()
 

@@ -31,13 +31,9 @@ from moesim.base.host_limits import (
 )
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.hwprofiles.schema import Quantity
-from moesim.runtime.accelerators import accelerator_here
+from moesim.runtime.accelerators import HOST, accelerator_here
 from moesim.runtime.measure.control import measure_dispatch, measure_planning
-from moesim.runtime.measure.copies import (
-    measure_device_copies,
-    measure_disk,
-    measure_host_copies,
-)
+from moesim.runtime.measure.copies import measure_copies, measure_disk
 from moesim.runtime.measure.experts import (
     Size,
     choose_dtype,
@@ -63,8 +59,7 @@ if TYPE_CHECKING:
 
 def accelerator_name() -> str:
     """Name the GPU, or the host accelerator."""
-    accelerator = accelerator_here()
-    return "host accelerator" if accelerator is None else accelerator.name
+    return (accelerator_here() or HOST).name
 
 
 def versions() -> dict[str, str]:
@@ -131,7 +126,7 @@ class _Session(NamedTuple):
         size: of the expert.
         dtype: of its weights.
         cores: that this process may use.
-        accelerator: that there is; None for the host accelerator.
+        accelerator: that there is, or the host.
     """
 
     measurements: Measurements
@@ -139,7 +134,7 @@ class _Session(NamedTuple):
     size: Size
     dtype: torch.dtype
     cores: int
-    accelerator: Accelerator | None
+    accelerator: Accelerator
 
     @property
     def cpu_threads(self) -> int:
@@ -186,7 +181,7 @@ def measure(
     load = load_average()
     cores = available_cores()
     size = REFERENCE if shape is None else Size(shape.hidden, shape.expert_intermediate)
-    accelerator = accelerator_here()
+    accelerator = accelerator_here() or HOST
 
     # The shares of seconds below follow how much each figure decides, and add up to
     # about one.
@@ -194,7 +189,7 @@ def measure(
         report("expert compute on the CPU", 0.0)
         # Both lanes compute from the same records: beside a card in its type.
         dtype = DEVICE_DTYPE
-        if accelerator is None:
+        if accelerator.kind == "host":
             dtype = choose_dtype(size, seconds=0.05 * extent.seconds)
         session = _Session(measurements, extent, size, dtype, cores, accelerator)
         _measure_cpu(session)
@@ -215,27 +210,27 @@ def measure(
         measure_planning(measurements, extent.active, seconds=session.seconds(0.12))
 
         report("what memories and links reach alone", 0.88)
-        measure_probes(measurements, cores, seconds=session.seconds(0.05))
+        measure_probes(measurements, cores, accelerator, seconds=session.seconds(0.05))
 
         # On one core nothing works beside anything.
         if cores > 1:
             report("what lanes cost each other", 0.9)
             _measure_contention(session)
 
-    _note_memory(measurements, cores)
+    _note_memory(measurements, cores, accelerator)
     # With more cores a read that keeps one busy has one of its own.
     reads_share = cores <= 2 and (disk.core_share or 0.0) > _BUSY_READ
-    gpus = 0 if accelerator is None else accelerator.count()
+    gpus = 0 if accelerator.kind == "host" else accelerator.count()
     profile = HardwareProfile(
         name=target.stem,
         kind="measured",
         description=(
-            f"{processor()}, {cores} cores, {accelerator_name()}; {dtype_name(dtype)}"
+            f"{processor()}, {cores} cores, {accelerator.name}; {dtype_name(dtype)}"
             f" experts on the CPU; {disk.summary}; load average {load:.1f} when it"
             " began"
         ),
         date=measurements.date,
-        accelerator="host" if accelerator is None else accelerator.kind,
+        accelerator=accelerator.kind,
         workers=workers_of(cores, gpus, reads_share=reads_share),
         numbers=measurements.numbers,
         curves=measurements.curves,
@@ -277,12 +272,12 @@ def _measure_accelerator(session: _Session) -> None:
     """
     measurements = session.measurements
     accelerator = session.accelerator
-    if accelerator is None:
+    if accelerator.kind == "host":
         source = "host accelerator, 1 thread, weights read from memory"
     else:
         source = f"{accelerator.name}, its events"
     with torch_threads(1):
-        if accelerator is None and session.cores <= 2:
+        if accelerator.kind == "host" and session.cores <= 2:
             _copy_cpu_costs(measurements)
         else:
             measure_experts(
@@ -304,12 +299,7 @@ def _measure_accelerator(session: _Session) -> None:
             accelerator=accelerator,
             source=source,
         )
-        if accelerator is None:
-            measure_host_copies(measurements, seconds=session.seconds(0.12))
-        else:
-            measure_device_copies(
-                measurements, accelerator, seconds=session.seconds(0.12)
-            )
+        measure_copies(measurements, accelerator, seconds=session.seconds(0.12))
 
 
 def _copy_cpu_costs(measurements: Measurements) -> None:
@@ -340,7 +330,9 @@ def _measure_contention(session: _Session) -> None:
     numbers["contention.d2h.cpu"] = numbers["contention.h2d.cpu"]
 
 
-def _note_memory(measurements: Measurements, cores: int) -> None:
+def _note_memory(
+    measurements: Measurements, cores: int, accelerator: Accelerator
+) -> None:
     """Note what was counted, and the shares of memory that experts may take."""
     measurements.numbers["cores"] = Quantity(
         cores,
@@ -353,11 +345,9 @@ def _note_memory(measurements: Measurements, cores: int) -> None:
 
     # The rest of the memory is for the system, other programs and our own records.
     host = total_memory_bytes()
-    accelerator = accelerator_here()
-    if accelerator is not None:
-        device = accelerator.total_bytes
-        gpu_bytes = device
-        gpu_source = f"all {device / 2**30:.1f} GiB of the card"
+    if accelerator.kind != "host":
+        gpu_bytes = accelerator.total_bytes
+        gpu_source = f"all {gpu_bytes / 2**30:.1f} GiB of the card"
     else:
         gpu_bytes = host // 4
         gpu_source = (

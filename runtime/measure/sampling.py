@@ -7,22 +7,19 @@ written measures the zero page, and a single timing measures an accident.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from moesim.base.host_limits import available_memory_bytes
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import measured, measured_curve
 from moesim.hwprofiles.calibration.fit_curves import Entries, fit_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from moesim.hwprofiles.calibration.estimates import FitReport
     from moesim.hwprofiles.calibration.fit_curves import Roofline
@@ -104,11 +101,6 @@ def event_timer(accelerator: Accelerator) -> Timer:
     return once
 
 
-_UNKNOWN_CACHES_BYTES: Final = 128 << 20
-"""Taken where the system does not tell: more than most processors that people own
-have.
-"""
-_CPU_FOLDER: Final = Path("/sys/devices/system/cpu")
 _POOL_CACHES: Final = 4
 """A pool is so many times what caches hold. Read in turn, even a cache that protects a
 part of what passes through it then answers a quarter at most.
@@ -117,50 +109,10 @@ _POOL_SHARE: Final = 8
 """A pool takes at most this part of the free memory."""
 
 
-def all_caches_bytes(cores: Collection[int] | None = None) -> int | None:
-    """Add up the data caches of cores; None where the kernel does not say.
-
-    A cache that several of them share counts once; instructions hold no weights.
-
-    Args:
-        cores: numbers of cores; None for all.
+def pool_bytes(accelerator: Accelerator, experts_bytes: int = 0) -> int:
+    """Bytes of a device's memory that a measurement cycles through: four times all
+    caches, an eighth of free memory at most, two experts at least.
     """
-    sizes: dict[tuple[str, str], int] = {}
-    for folder in _CPU_FOLDER.glob("cpu[0-9]*/cache/index*"):
-        core = int(folder.parents[1].name.removeprefix("cpu"))
-        if cores is not None and core not in cores:
-            continue
-        try:
-            kind, size, level, sharing = (
-                (folder / name).read_text(encoding="ascii").strip()
-                for name in ("type", "size", "level", "shared_cpu_list")
-            )
-        # Some kernels, and most containers on ARM, list caches without sizes.
-        except OSError:
-            continue
-        # The kernel writes KiB, such as "32768K".
-        if kind != "Instruction" and size[:-1].isdigit() and size.endswith("K"):
-            sizes[level, sharing] = int(size[:-1]) << 10
-    return sum(sizes.values()) or None
-
-
-def caches_bytes() -> int:
-    """Bytes that the caches of the cores that this process may use hold together."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    return all_caches_bytes(cores) or _UNKNOWN_CACHES_BYTES
-
-
-def pool_bytes(experts_bytes: int = 0) -> int:
-    """Bytes of host memory that a measurement cycles through: four times all caches, an
-    eighth of free memory at most, two experts at least.
-    """
-    limit_bytes = available_memory_bytes() // _POOL_SHARE
-    pool = min(_POOL_CACHES * caches_bytes(), limit_bytes)
-    return max(pool, 2 * experts_bytes)
-
-
-def device_pool_bytes(accelerator: Accelerator, experts_bytes: int = 0) -> int:
-    """The same of a device's memory and cache."""
     limit_bytes = accelerator.total_bytes // _POOL_SHARE
     pool = min(_POOL_CACHES * accelerator.cache_bytes, limit_bytes)
     return max(pool, 2 * experts_bytes)

@@ -55,9 +55,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights
+    from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.schema import ModelShape
+
+    GatingFunction = Callable[[torch.Tensor], torch.Tensor]
 
 IMPLEMENTATION: Final = "moesim"
 """The name under which the library finds our experts function."""
@@ -88,35 +90,14 @@ class ExpertsHandler(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class MoeLayer:
-    """One MoE layer of an offloaded model.
-
-    Attributes:
-        index: MoE layer, 0-based (dense layers not counted).
-        name: of its experts module, e.g. ``model.layers.3.mlp.experts``.
-        experts: routed experts E.
-        layout: its experts' shapes and arithmetic in the model's dtype; a store may
-            hold another dtype.
-        gate: the module whose output decides.
-        gating: the model's own gating function where `layout` cannot name it, else
-            None.
-    """
-
-    index: int
-    name: str
-    experts: int
-    layout: ExpertLayout
-    gate: nn.Module
-    gating: Callable[[torch.Tensor], torch.Tensor] | None
-
-
 class OffloadedModel:
     """A model without expert weights; call `model` as usual once `handler` is set.
 
     Attributes:
         model: the library's model, in evaluation mode.
-        layers: its MoE layers.
+        blocks: its MoE layers.
+        gatings: per layer, the model's own gating function where its experts' layout
+            cannot name it, else None.
         handler: computes the experts; may be set and replaced at any time between
             forward passes.
         digest: names the checkpoint, as `StoreIndex.model_digest` does.
@@ -126,19 +107,20 @@ class OffloadedModel:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[MoeLayer],
+        blocks: Sequence[MoeBlock],
+        gatings: Sequence[GatingFunction | None],
         digest: str,
         handler: ExpertsHandler | None = None,
     ) -> None:
         self.model: Any = model
-        self.layers = tuple(layers)
+        self.blocks = list(blocks)
+        self.gatings = list(gatings)
         self.digest = digest
         self.dense_bytes = tensor_bytes(model)
         self._served = _Served(handler)
-        for layer in self.layers:
+        for layer, block in enumerate(self.blocks):
             # On the module itself: the library's function is given nothing else.
-            binding = _Binding(self._served, layer.index)
-            setattr(model.get_submodule(layer.name), _BINDING, binding)
+            setattr(block.experts, _BINDING, (self._served, layer))
 
     @property
     def handler(self) -> ExpertsHandler | None:
@@ -176,9 +158,10 @@ class OffloadedModel:
         _register()
         config, model_class = read_config(directory)
 
-        layers: list[MoeLayer] = []
+        blocks: list[MoeBlock] = []
+        gatings: list[GatingFunction | None] = []
         try:
-            model = _without_experts(model_class, layers).from_pretrained(
+            model = _without_experts(model_class, blocks, gatings).from_pretrained(
                 directory,
                 config=config,
                 dtype="auto" if dtype is None else dtype,
@@ -197,20 +180,10 @@ class OffloadedModel:
             raise RuntimeFault(
                 f"{device}: no room for {directory.name}: {str(error).splitlines()[0]}"
             ) from None
-        return cls(model, layers, checkpoint_digest(directory), handler)
-
-    def blocks(self) -> list[MoeBlock]:
-        """List the MoE layers as `moesim.runtime.models.gates.find_blocks` lists
-        those of a whole model.
-        """
-        blocks = []
-        for layer in self.layers:
-            owner_name = layer.name.removesuffix(".experts")
-            owner = self.model.get_submodule(owner_name)
-            experts = self.model.get_submodule(layer.name)
-            block = (layer.index, owner_name, owner, layer.gate, experts, layer.experts)
-            blocks.append(MoeBlock(*block))
-        return blocks
+        made = cls(model, blocks, gatings, checkpoint_digest(directory), handler)
+        # The model's class, which refers to itself, holds this list.
+        blocks.clear()
+        return made
 
     def check_store(self, store: ExpertStore) -> None:
         """Make sure that a store holds this model's experts, from this very checkpoint.
@@ -244,7 +217,7 @@ def offloaded_shape(
     """
     # On meta the experts' shapes are still there.
     frame = skeleton(model_dir)
-    facts = gate_facts(offloaded.model, offloaded.blocks())
+    facts = gate_facts(offloaded.model, offloaded.blocks)
     shape = model_shape(frame, name, find_blocks(frame), facts)
     # The frame's tensors were never loaded, so their type says nothing.
     dtype = store.layout(0).dtype
@@ -263,7 +236,7 @@ class StoreExperts:
 
     Args:
         store: holds the experts.
-        gatings: per layer, the model's own gating or None (`MoeLayer.gating`).
+        gatings: per layer, the model's own gating or None (`OffloadedModel.gatings`).
         host_bytes: memory for experts; at least one is kept.
         check: compare the checksum of every read.
 
@@ -280,7 +253,7 @@ class StoreExperts:
     def __init__(
         self,
         store: ExpertStore,
-        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+        gatings: Sequence[GatingFunction | None] | None = None,
         host_bytes: int = 0,
         *,
         check: bool = True,
@@ -379,14 +352,6 @@ class _Served:
     handler: ExpertsHandler | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Binding:
-    """Ties an experts module to whoever computes for it, and to its MoE layer."""
-
-    served: _Served
-    layer: int
-
-
 def _register() -> None:
     """Tell the library about our experts function."""
     from transformers.integrations.moe import (  # noqa: PLC0415 - seconds to import
@@ -400,15 +365,17 @@ def _call_handler(
     module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Let the handler of a module's model compute its experts."""
-    binding: _Binding = getattr(module, _BINDING)
-    handler = binding.served.handler
+    served, layer = getattr(module, _BINDING)
+    handler = served.handler
     assert handler is not None, "set OffloadedModel.handler before calling the model"
-    return handler.experts(binding.layer, hidden, index, weights)
+    return handler.experts(layer, hidden, index, weights)
 
 
-def _without_experts(model_class: Any, layers: list[MoeLayer]) -> Any:
-    """Extend a model class: its instances describe their MoE layers in `layers` and
-    drop their expert parameters.
+def _without_experts(
+    model_class: Any, blocks: list[MoeBlock], gatings: list[GatingFunction | None]
+) -> Any:
+    """Extend a model class: its instances list their MoE layers and those's gatings,
+    and drop their expert parameters.
 
     The new class keeps name and module of the old one, by which the library finds its
     conversions.
@@ -418,16 +385,16 @@ def _without_experts(model_class: Any, layers: list[MoeLayer]) -> Any:
         model_class.__init__(self, config, *args, **kwargs)
 
         # The library may build the model more than once; the last one counts.
-        layers.clear()
-        for index, block in enumerate(offloadable_blocks(self)):
-            layers.append(_describe(index, block))
+        blocks[:] = offloadable_blocks(self)
+        gatings[:] = [_own_gating(block.experts) for block in blocks]
+        for block in blocks:
             for name, _ in list(block.experts.named_parameters()):
                 delattr(block.experts, name)
             # Nothing is left there for the library to initialise.
             block.experts._is_hf_initialized = True  # noqa: SLF001 - the library's own mark
 
         # Else it warns of every expert tensor in the checkpoint.
-        patterns = {re.escape(f"{layer.name}.") for layer in layers}
+        patterns = {re.escape(f"{block.name}.experts.") for block in blocks}
         ignored = set(self._keys_to_ignore_on_load_unexpected or ())
         self._keys_to_ignore_on_load_unexpected = ignored | patterns
 
@@ -435,16 +402,9 @@ def _without_experts(model_class: Any, layers: list[MoeLayer]) -> Any:
     return type(model_class.__name__, (model_class,), members)
 
 
-def _describe(index: int, block: MoeBlock) -> MoeLayer:
-    """Describe one MoE layer while its parameters are still there."""
-    experts: Any = block.experts
+def _own_gating(experts: Any) -> GatingFunction | None:
+    """Return a module's gating function if a layout has no name for it; asked while its
+    parameters are still there.
+    """
     layout = layout_of(experts, next(experts.parameters()).dtype)
-    has_no_name = layout.gating.act == MODULE_GATING
-    return MoeLayer(
-        index=index,
-        name=f"{block.name}.experts",
-        experts=block.count,
-        layout=layout,
-        gate=block.gate,
-        gating=gating_function(experts) if has_no_name else None,
-    )
+    return gating_function(experts) if layout.gating.act == MODULE_GATING else None

@@ -91,19 +91,17 @@ def stored_model(
 
     with build_store(folder, store, dtype=dtype, progress=building) as experts:
         offloaded.check_store(experts)
-        gatings = [layer.gating for layer in offloaded.layers]
-        cache = StoreExperts(experts, gatings, host_bytes)
+        cache = StoreExperts(experts, offloaded.gatings, host_bytes)
         offloaded.handler = cache
         try:
-            blocks = offloaded.blocks()
-            facts = gate_facts(offloaded.model, blocks)
+            facts = gate_facts(offloaded.model, offloaded.blocks)
             name = "tiny" if tiny else folder.resolve().name
             tokenizer = None if tiny else load_tokenizer(folder, offloaded.model)
             yield StoredModel(
                 name,
                 offloaded.model,
                 tokenizer,
-                blocks=blocks,
+                blocks=offloaded.blocks,
                 facts=facts,
                 shape=offloaded_shape(
                     offloaded,

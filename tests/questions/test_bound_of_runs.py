@@ -22,7 +22,7 @@ from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.measured import run_bound
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
-from moesim.runtime.measure.sampling import all_caches_bytes
+from moesim.runtime.accelerators import all_caches_bytes
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -107,7 +107,7 @@ def test_what_two_cards_hold_counts_once_where_they_share_the_layers(
 ):
     """Slots of a layer are those of the one card that computes it."""
     monkeypatch.setattr(
-        "moesim.runtime.measure.sampling.all_caches_bytes", lambda: EXPERT_BYTES
+        "moesim.runtime.accelerators.all_caches_bytes", lambda: EXPERT_BYTES
     )
     config = RunConfig(
         trace=routing, hw="dali-2x-rtx3090", slots_per_layer=2, gpu_split=split

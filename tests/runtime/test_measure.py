@@ -19,12 +19,12 @@ from moesim.traces.format.schema import ModelShape
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
 from moesim.base.errors import RuntimeFault  # noqa: E402
+from moesim.runtime import accelerators  # noqa: E402
 from moesim.runtime.measure import copies as measure_disk  # noqa: E402
 from moesim.runtime.measure import neighbours  # noqa: E402
 from moesim.runtime.measure import profile as profile_module  # noqa: E402
-from moesim.runtime.measure import sampling as pool_size  # noqa: E402
 from moesim.runtime.measure.control import measure_dispatch  # noqa: E402
-from moesim.runtime.measure.copies import copying, written  # noqa: E402
+from moesim.runtime.measure.copies import copying, link_memories  # noqa: E402
 from moesim.runtime.measure.experts import (  # noqa: E402
     DenseWidth,
     ExpertPool,
@@ -34,7 +34,6 @@ from moesim.runtime.measure.neighbours import LaneWork, measure_contention  # no
 from moesim.runtime.measure.profile import measure, workers_of  # noqa: E402
 from moesim.runtime.measure.sampling import (  # noqa: E402
     Measurements,
-    device_pool_bytes,
     pool_bytes,
     sample,
 )
@@ -72,8 +71,7 @@ def test_a_card_is_measured_as_it_is_used(tmp_path, monkeypatch):
     other.
     """
     card = FakeAccelerator()
-    for module in (profile_module, neighbours):
-        monkeypatch.setattr(module, "accelerator_here", lambda: card)
+    monkeypatch.setattr(profile_module, "accelerator_here", lambda: card)
     monkeypatch.setattr(profile_module, "available_cores", lambda: 4)
     monkeypatch.setattr(neighbours, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(neighbours, "DEVICE_READ_BYTES", 1 << 20)
@@ -147,7 +145,8 @@ def test_every_byte_that_is_read_was_written_before():
     for slot in range(pool.slots.slots):
         record = pool.slots.record(slot)[: pool.layout.expert_bytes]
         assert record.view(torch.float32).ne(0).any(), slot
-    assert written(1 << 20).ne(0).all()
+    for memory in link_memories(accelerators.HOST, 1 << 20, page_locked=True):
+        assert memory.ne(0).all()
 
 
 def processor_of(folder, slices, cores_each, kib):
@@ -178,32 +177,35 @@ def test_a_pool_holds_four_times_all_caches(tmp_path, monkeypatch):
     """An EPYC 7532: 16 slices of 16 MiB for two cores each, beside 32 small ones. Cores
     that this process may not use do not count.
     """
-    monkeypatch.setattr(pool_size, "_CPU_FOLDER", processor_of(tmp_path, 16, 2, 16384))
-    monkeypatch.setattr(pool_size, "available_memory_bytes", lambda: 1 << 40)
+    host = accelerators.HOST
+    monkeypatch.setattr(
+        accelerators, "_CPU_FOLDER", processor_of(tmp_path, 16, 2, 16384)
+    )
+    monkeypatch.setattr(accelerators, "available_memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
-    assert pool_bytes() == 4 * (16 * 16384 + 32 * (512 + 32)) * 1024
+    assert pool_bytes(host) == 4 * (16 * 16384 + 32 * (512 + 32)) * 1024
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
-    assert pool_bytes() == 4 * (16384 + 2 * (512 + 32)) * 1024
-    assert pool_bytes(10 << 30) == 20 << 30
-    monkeypatch.setattr(pool_size, "available_memory_bytes", lambda: 1 << 20)
-    assert pool_bytes() == 1 << 17
+    assert pool_bytes(host) == 4 * (16384 + 2 * (512 + 32)) * 1024
+    assert pool_bytes(host, 10 << 30) == 20 << 30
+    monkeypatch.setattr(accelerators, "available_memory_bytes", lambda: 1 << 20)
+    assert pool_bytes(host) == 1 << 17
 
 
 def test_caches_without_sizes_are_unknown(tmp_path, monkeypatch):
     """As in some containers: nothing is raised, and the pool takes a guess."""
     (tmp_path / "cpu0" / "cache" / "index0").mkdir(parents=True)
     (tmp_path / "cpu0" / "cache" / "index0" / "level").write_text("3\n")
-    monkeypatch.setattr(pool_size, "_CPU_FOLDER", tmp_path)
-    assert pool_size.all_caches_bytes() is None
-    assert pool_size.caches_bytes() >= 128 << 20
+    monkeypatch.setattr(accelerators, "_CPU_FOLDER", tmp_path)
+    assert accelerators.all_caches_bytes() is None
+    assert accelerators.caches_bytes() >= 128 << 20
 
 
 def test_a_card_has_pools_of_its_own_caches():
     """Not of the host's."""
     card = SimpleNamespace(cache_bytes=50 << 20, total_bytes=80 << 30)
-    assert device_pool_bytes(card) == 200 << 20
+    assert pool_bytes(card) == 200 << 20
     small = SimpleNamespace(cache_bytes=50 << 20, total_bytes=1 << 30)
-    assert device_pool_bytes(small) == 128 << 20
+    assert pool_bytes(small) == 128 << 20
 
 
 def test_each_run_takes_the_next_expert_and_computes_it():
@@ -219,7 +221,7 @@ def test_each_run_takes_the_next_expert_and_computes_it():
 
 def test_copies_move_what_they_say():
     target = torch.zeros(1 << 12, dtype=torch.uint8)
-    copying(target, written(1 << 12), 1 << 10)(5)
+    copying(target, torch.ones_like(target), 1 << 10)(5)
     assert target.nonzero().flatten().tolist() == list(range(1 << 10, 2 << 10))
 
 

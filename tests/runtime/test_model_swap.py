@@ -76,11 +76,12 @@ def largest_difference(plain, ours, batch, *, prompt=9, steps=3):
 
 def test_expert_weights_never_enter_the_module(swapped):
     blocks = offloadable_blocks(swapped.plain)
-    assert [layer.name for layer in swapped.offloaded.layers] == [
-        f"{block.name}.experts" for block in blocks
+    assert [block.name for block in swapped.offloaded.blocks] == [
+        block.name for block in blocks
     ]
-    for layer in swapped.offloaded.layers:
-        experts = swapped.offloaded.model.get_submodule(layer.name)
+    for block in swapped.offloaded.blocks:
+        experts = swapped.offloaded.model.get_submodule(f"{block.name}.experts")
+        assert experts is block.experts
         assert list(experts.parameters()) == []
         assert list(experts.buffers()) == []
     routed = sum(tensor_bytes(block.experts) for block in blocks)
@@ -122,7 +123,7 @@ def test_a_gating_that_nobody_has_a_name_for_is_the_models_own(tmp_path, monkeyp
     with build_store(directory, tmp_path / "s") as store:
         assert store.layout(0).gating.act == MODULE_GATING
         ours = OffloadedModel.load(directory)
-        ours.handler = StoreExperts(store, [layer.gating for layer in ours.layers])
+        ours.handler = StoreExperts(store, ours.gatings)
         assert largest_difference(plain, ours.model, 1) <= TOLERANCE
 
 

@@ -7,6 +7,7 @@ from moesim.hwprofiles.profile import load_profile, save_profile
 
 pytest.importorskip("torch", reason="the runtime extra is not installed")
 
+from moesim.runtime.accelerators import HOST
 from moesim.runtime.measure import neighbours as probes
 from moesim.runtime.measure.sampling import Measurements
 
@@ -20,7 +21,7 @@ def test_threads_double_up_to_the_cores():
 def test_reads_are_measured_and_reach_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(probes, "READ_BYTES", 16 << 20)
     found = Measurements(date="2026-11-22")
-    probes.measure_probes(found, 2, seconds=0.2)
+    probes.measure_probes(found, 2, HOST, seconds=0.2)
     rates = {
         path: quantity.value
         for path, quantity in found.numbers.items()

@@ -223,7 +223,7 @@ class Case:
             timeline,
             self.store,
             device or HostDevice(),
-            [layer.gating for layer in self.offloaded.layers],
+            self.offloaded.gatings,
             own_cores=own_cores,
         )
         try:
