@@ -200,14 +200,6 @@ def test_activations_move_in_and_out_at_two_bytes():
     assert known.activation_s(10) == pytest.approx(2e-5 + 4e-5)
 
 
-def test_dispatch_costs_are_the_files_own():
-    seconds = {"per_op_s": 1e-6, "first_op_s": 2e-6, "join_s": 3e-6}
-    tables = {"dispatch": {key: number(value) for key, value in seconds.items()}}
-    known = costs(tables | {"cpu": {"first_s": number(4e-6)}})
-    assert (known.dispatch_s, known.cpu_first_s) == (1e-6, 4e-6)
-    assert (known.first_op_terms()[0], known.join_terms()[0]) == (2e-6, 3e-6)
-
-
 def test_a_missing_cost_is_missed_only_when_it_is_needed():
     known = costs({"h2d": {"latency_s": number(0.0), "bytes_per_s": number(1e9)}})
     assert known.copy_s(0) == pytest.approx(8e-3)

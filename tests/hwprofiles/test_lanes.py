@@ -37,13 +37,3 @@ def test_what_a_kind_scatters_by_is_an_entry_that_profiles_can_have(kind):
     assert kind.noise_paths
     for path in kind.noise_paths:
         assert path in CURVES or is_number(path)
-
-
-def test_only_a_host_accelerator_needs_the_host_to_compute_and_copy():
-
-    def busy(accelerator):
-        kinds = [k for k in lanes.LANE_KINDS if k.keeps_core_busy(accelerator)]
-        return [kind.name for kind in kinds]
-
-    assert busy("cuda") == ["control", "cpu"]
-    assert busy("host") == ["control", "cpu", "gpu", "h2d", "d2h"]

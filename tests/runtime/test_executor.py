@@ -253,33 +253,6 @@ def test_a_coming_dense_part_is_computed_where_a_prefetcher_asks_for_it(tmp_path
     assert (kinds == "dense").sum() == 9 * 3 + 8
 
 
-def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
-    """Three slots per layer of two, two staging slots; in front of the SSD five experts
-    and two staging slots.
-    """
-    from moesim.runtime.executor import device as host_lanes
-    from moesim.runtime.executor import memories as places
-
-    taken = []
-    for module, name in ((host_lanes, "DeviceSlots"), (places, "HostSlots")):
-        real = getattr(module, name)
-
-        def noting(slots, slot_bytes, *more, real=real, name=name, **named):
-            taken.append((name, slots, slot_bytes))
-            return real(slots, slot_bytes, *more, **named)
-
-        monkeypatch.setattr(module, name, noting)
-    trace = write_trace(tmp_path / "t.parquet", float_model(), ((6, 8),))
-    sizes = {"slots_per_layer": 3, "host_memory_bytes": 7 * 8192}
-    run = real_run(trace, "greedy", tmp_path / "s", memory=sizes)
-    assert [entry for entry in taken if entry[1] > 0] == [
-        ("HostSlots", 7, 8192),
-        ("DeviceSlots", 8, 8192),
-    ]
-    assert run.metrics["memory_high_bytes"]["host"] <= 5 * 8192
-    assert run.config["direct_reads"] in (True, False)
-
-
 def test_slots_of_one_size_are_not_shared_by_layers_of_several():
     """They were as many as there are small experts, each as large as the largest."""
     large = CacheSize.of((8192, 16384), 6, scope=GLOBAL, total_bytes=1 << 16)

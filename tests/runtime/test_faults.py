@@ -98,27 +98,6 @@ def test_a_disk_that_fails_in_the_middle_of_a_run(trace, store, tmp_path, monkey
     monkeypatch.undo()
 
 
-def test_a_store_altered_since_it_was_built_is_refused_before_the_run(
-    trace, store, tmp_path
-):
-    """Nobody compares checksums while a run is timed, so the files must be those that
-    were compared.
-    """
-    data = tmp_path / "store" / "experts.bin"
-    whole = data.read_bytes()
-    with data.open("r+b") as file:
-        file.seek(3 * 8192 + 100)
-        file.write(b"\0other")
-    with pytest.raises(
-        StoreError,
-        match=(
-            r"layer 0, expert 3 .*: the file was altered; remove the folder and build"
-        ),
-    ):
-        run(trace, tmp_path / "store")
-    data.write_bytes(whole)
-
-
 def test_a_store_that_was_copied_is_read_whole_once(trace, store, tmp_path):
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     for read in (list(range(1, 17)), []):

@@ -345,31 +345,6 @@ def launching():
     return StreamDevice(FakeAccelerator())
 
 
-def test_launching_from_the_control_thread_gives_the_same_answer(trained, launching):
-    """As on CUDA: products are launched by control, copies have a thread, slots wait
-    for their last reader.
-    """
-    profile = host_profile(LAUNCHED, cores=8)
-    system = System("greedy", "lru", "next-gate")
-    sizes = memory(trained.shape, 3, host=40)
-    live, log, timeline, fresh, _ = trained.run(
-        system, sizes, batch=2, profile=profile, device=launching
-    )
-    assert verify(trained.plain, live.result.passes, "float32").passed
-    assert launching._copies.waited > 0
-    repeat(log.entries, fresh, live.result.steps)
-    spans = timeline.frame()
-    accesses = timeline.access_frame()
-    compute = spans[spans["kind"] == "compute"]
-    assert len(compute) == len(accesses)
-    assert (compute["end_s"] >= compute["start_s"]).all()
-    assert (spans["kind"] == "dense").sum() == 7 * len(live.result.steps)
-    moved = spans[spans["kind"] == "activation"]
-    assert (moved["bytes"] > 0).all()
-    on_cpu = accesses[accesses["lane"] == "cpu"].groupby(["step", "layer"])
-    assert len(moved) == on_cpu.ngroups > 0
-
-
 def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
     """A product of 20 us, 3 hours into a run: counted from its beginning, float32 would
     make 0 or 1 ms of it.
@@ -396,14 +371,6 @@ def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
     ((_, _, _, _, _, start_s, end_s, _),) = told
     assert end_s - start_s == pytest.approx(20e-6, abs=2e-6)
     assert start_s == pytest.approx(10.0 + 3 * 3600 + 1.0, abs=1e-4)
-
-
-def test_slots_are_zeroed_before_another_stream_may_copy_into_them(launching):
-    """The copy stream waits for nobody: without a wait, a late zero could overwrite an
-    expert.
-    """
-    launching.allocate(3, 4096)
-    assert launching._accelerator.waits == 1
 
 
 def test_a_serial_cpu_waits_for_what_was_only_launched(trained, launching, monkeypatch):

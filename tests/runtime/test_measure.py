@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support.fake_accelerator import FakeAccelerator
 
-from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.traces.format.schema import ModelShape
 
@@ -108,24 +107,6 @@ def test_rates_are_those_of_a_machine_that_exists(measured):
             assert quantity.value >= 1.0, path
         if path.endswith("_s") and not path.endswith("_per_s"):
             assert 0 <= quantity.value < 60, path
-
-
-def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size(
-    measured,
-):
-    profile, _, _ = measured
-    costs = Costs(profile, SHAPE)
-    seconds = costs.cpu_s(0, np.array([1, 4, 16, 64]))
-    assert (np.diff(seconds) >= 0).all()
-    assert seconds[0] > 1e-5
-    greedy, ilp = (
-        np.dot(costs.planning_terms(name)[:2], (1, 8)) for name in ("greedy", "ilp")
-    )
-    assert 0 < greedy < ilp
-    assert (
-        not any(text.startswith("cpu") for text in costs.extrapolated)
-        or profile.curves["costs.cpu.points"].reference.dtype == "bfloat16"
-    )
 
 
 def test_busy_workers_never_exceed_cores():

@@ -17,7 +17,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from moesim.base.errors import StoreError
-from moesim.runtime.models import local_model as tiny
 from moesim.runtime.models.checkpoint import tensor_bytes
 from moesim.runtime.models.expert_layout import (
     ALPHA_SWIGLU,
@@ -25,7 +24,6 @@ from moesim.runtime.models.expert_layout import (
     UNUSED,
     ExpertWeights,
     Gating,
-    combine,
     expert_forward,
     group_tokens,
     pack_layout,
@@ -88,19 +86,6 @@ def test_expert_weights_never_enter_the_module(swapped):
     assert swapped.offloaded.dense_bytes == tensor_bytes(swapped.plain) - routed
     parameters = swapped.offloaded.model.parameters()
     assert {parameter.device.type for parameter in parameters} == {"cpu"}
-
-
-def test_the_shipped_model_answers_the_same(tmp_path):
-    """A trained model, stored in bfloat16 and computed in float32: six layers of 32
-    experts.
-    """
-    plain = tiny.load_model("tiny").model
-    with build_store(tiny.tiny_dir(), tmp_path / "s", dtype="float32") as store:
-        ours = OffloadedModel.load(
-            tiny.tiny_dir(), StoreExperts(store), dtype=torch.float32
-        )
-        assert (store.layers, store.experts(0)) == (6, 32)
-        assert largest_difference(plain, ours.model, 2, prompt=24) <= TOLERANCE
 
 
 # -- layouts ---------------------------------------------------------------------------
@@ -203,17 +188,6 @@ def test_places_left_unused_belong_to_nobody():
     assert (groups.experts.tolist(), groups.pairs.tolist()) == ([3], [1, 2])
 
 
-def test_results_are_weighted_and_added_to_their_tokens():
-    """Token 0 takes half of expert A's 2 and all of B's 10; token 1 takes a quarter of
-    B's 20.
-    """
-    weights = torch.tensor([[0.5, 1.0], [0.25, 0.0]])
-    first = (torch.tensor([0]), torch.tensor([[2.0]]))
-    second = (torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
-    combined = combine(torch.zeros(2, 1), [first, second], weights)
-    assert combined.tolist() == [[11.0], [5.0]]
-
-
 # -- what does not belong together -----------------------------------------------------
 
 
@@ -240,9 +214,9 @@ def test_a_dense_model_is_refused(tmp_path):
     counts = {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**widths, **counts)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
-    with pytest.raises(StoreError, match="expected MoE layers"):
+    with pytest.raises(StoreError, match="^LlamaForCausalLM: expected MoE layers .* found none"):
         CheckpointSource(tmp_path / "m")
-    with pytest.raises(StoreError, match="expected MoE layers"):
+    with pytest.raises(StoreError, match="^LlamaForCausalLM: expected MoE layers .* found none"):
         OffloadedModel.load(tmp_path / "m")
 
 

@@ -118,17 +118,6 @@ def test_every_expert_reads_back_bit_for_bit(mixtral, checkpoint, tmp_path, dtyp
         assert store.index.offsets == tuple(range(0, 8 * stride, stride))
 
 
-def test_converting_whole_layers_gives_the_same_bytes_as_one_expert_at_a_time(
-    checkpoint, tmp_path, monkeypatch
-):
-    build_store(checkpoint, tmp_path / "one").close()
-    monkeypatch.setattr(
-        checkpoint_source._Recipe, "is_per_expert", lambda self, count: False
-    )
-    build_store(checkpoint, tmp_path / "whole").close()
-    assert contents(tmp_path / "one") == contents(tmp_path / "whole")
-
-
 def test_one_expert_at_a_time_never_reads_the_tensors_of_another(checkpoint):
     source = checkpoint_source.CheckpointSource(checkpoint)
     asked = []
@@ -501,13 +490,6 @@ def test_slots_are_aligned_disjoint_and_handed_out_lowest_first(kind):
             slots.take()
         slots.give_back(1)
         assert (slots.free, slots.take()) == (1, 1)
-
-
-def test_memory_is_there_before_the_run():
-    """Untouched pages would not count: 64 MiB of slots are 64 MiB resident."""
-    with HostSlots(16, 4 << 20) as slots:
-        assert slots.total_bytes == 64 << 20
-        assert int(mapping(slots.memory.data_ptr())["Rss"][0]) >= 64 << 10
 
 
 def test_slots_lie_in_huge_pages_where_the_system_has_them():
