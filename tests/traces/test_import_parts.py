@@ -1,5 +1,9 @@
 """Files that are read in parts give what they give as a whole, wherever a part ends."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from support import foreign_files as files
@@ -90,3 +94,50 @@ def test_a_number_that_changed_in_a_zip_is_found(tmp_path, name):
     data[data.index(logits.tobytes()[:16])] ^= 1
     source.write_bytes(data)
     refused(source, "found: Bad CRC-32 for file", {"batch": "2"})
+
+
+CUT_WHILE_READ = """
+import os, sys
+from pathlib import Path
+from support.imports import WRITERS, files, model_shape, write
+from moesim.base.errors import TraceError
+from moesim.traces.importers import import_trace
+from moesim.traces.importers.readers import tables
+
+tables.CSV_BYTES = 4096
+folder = Path(sys.argv[1])
+for name in sys.argv[2:]:
+    source = write(folder, name, files.routing([(80, 80)] * 3))
+    source.write_bytes(source.read_bytes() * (1 + name.startswith("columns")))
+    written = []
+
+    def cut(rows):
+        written.append(rows)
+        os.truncate(source, source.stat().st_size // 3)
+
+    shape = model_shape(files.SHAPE)
+    options = WRITERS[name][2]
+    if "batch" in options:
+        options = options | {"batch": "3"}
+    try:
+        import_trace(source, folder / "out", shape=shape, options=options, progress=cut)
+    except TraceError as error:
+        assert "expected" in str(error), error
+    assert written, "it was cut too late"
+"""
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_does_not_kill(tmp_path):
+    """The system kills whoever touches a mapped page that its file has lost."""
+    names = [
+        "hf_safetensors",
+        "hf_torch",
+        "vllm_npz",
+        "pass_records",
+        "columns_csv",
+    ]
+    subprocess.run(
+        [sys.executable, "-c", CUT_WHILE_READ, str(tmp_path), *names],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )

@@ -15,7 +15,7 @@ import numpy as np
 
 from moesim.traces.format.arrays import to_float16, top_k
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.importers.readers.arrays import BF16, floats, kind_of, mapped_arrays
+from moesim.traces.importers.readers.arrays import BF16, floats, kind_of, read_arrays
 from moesim.traces.importers.readers.foreign import (
     PROMPT_TOKENS,
     Foreign,
@@ -231,7 +231,7 @@ def selected(
 
 def _layers(path: Path) -> dict[str, np.ndarray]:
     """Name -> [rows, E] floats of every layer, in order."""
-    arrays = mapped_arrays(path)
+    arrays = read_arrays(path)
     if not arrays:
         raise layout_error(path, "content", "one array per MoE layer", "no array")
 

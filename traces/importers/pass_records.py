@@ -80,24 +80,27 @@ def _rows(number: int, records: list[tuple[int, np.ndarray]]) -> Block:
 
 def _records(path: Path) -> Iterator[tuple[int, np.ndarray]]:
     """Layers and their ids [T, K]."""
-    data = np.memmap(path, "<i4", "r")
-    top_k = int(data[2])
-    at = 0
-    while at < len(data):
-        numbers = data[at : at + _HEAD].tolist()
-        end = len(data) + 1
-        if len(numbers) == _HEAD and all(map(_is_below, numbers, _LIMITS)):
-            end = at + _HEAD + numbers[1] * top_k
-        if end > len(data) or not numbers[1] > 0 < top_k == numbers[2]:
-            raise layout_error(
-                path,
-                f"byte {4 * at:,}",
-                f"a whole record layer, tokens, {top_k}, ids",
-                numbers,
-                "was it cut off while copying?",
-            )
-        yield numbers[0], data[at + _HEAD : end].reshape(-1, top_k)
-        at = end
+    size = path.stat().st_size
+    top_k = 0
+    with path.open("rb") as file:
+        while (at := file.tell()) < size:
+            numbers = np.fromfile(file, "<i4", _HEAD).tolist()
+            top_k = top_k or numbers[-1]
+            count = 0
+            if len(numbers) == _HEAD and all(map(_is_below, numbers, _LIMITS)):
+                count = numbers[1] * top_k
+            # What claims more than there is must not fill the memory.
+            is_whole = 0 < 4 * count <= size - file.tell() and numbers[2] == top_k
+            ids = np.fromfile(file, "<i4", count) if is_whole else np.empty(0)
+            if not 0 < count == len(ids):
+                raise layout_error(
+                    path,
+                    f"byte {at:,}",
+                    f"a whole record layer, tokens, {top_k}, ids",
+                    numbers,
+                    "was it cut off while copying?",
+                )
+            yield numbers[0], ids.reshape(-1, top_k)
 
 
 def _is_below(number: int, limit: int) -> bool:

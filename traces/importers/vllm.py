@@ -19,9 +19,9 @@ from moesim.traces.importers.readers.arrays import (
     NPY,
     integers,
     kind_of,
-    mapped_arrays,
     npy,
     npy_header,
+    read_arrays,
 )
 from moesim.traces.importers.readers.foreign import (
     DECODING_ERRORS,
@@ -172,7 +172,7 @@ def _completions(path: Path) -> Iterator[_Completion]:
 
 def _of_arrays(path: Path) -> Iterator[_Completion]:
     """Completions of named arrays; a prompt without a prefix belongs to all of them."""
-    arrays = mapped_arrays(path)
+    arrays = read_arrays(path)
     if kind_of(path) == "npz":
         arrays = {
             name: ids for name, ids in arrays.items() if name.endswith(_GENERATED)

@@ -1,7 +1,6 @@
-"""Arrays in files of tensors (npy, npz, safetensors, torch's zip), mapped into memory:
-many large ones can be walked through side by side. Nothing in them is executed.
-
-What is packed in a zip is unpacked as a whole.
+"""Arrays in files of tensors (npy, npz, safetensors, torch's zip), which are read as a
+whole: the system kills a process whose mapped file is cut short. Nothing in them is
+executed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import functools
 import gc
 import io
 import math
-import mmap
 import pickle
 import re
 import struct
@@ -119,7 +117,7 @@ def _kind_of_zip(path: Path) -> str:
     return "npz" if names and all(name.endswith(".npy") for name in names) else ""
 
 
-def mapped_arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return name -> array, read-only, in natural order of the names (``layer.2``
     before ``layer.10``); the array of an npy has an empty name.
 
@@ -135,7 +133,7 @@ def mapped_arrays(path: Path) -> dict[str, np.ndarray]:
                 for name in archive.names
             }
         elif kind == "npy":
-            arrays = {"": npy(path, "array", _mapped(path))}
+            arrays = {"": npy(path, "array", path.read_bytes())}
         elif kind == "safetensors":
             arrays = _safetensors(path)
         elif kind == "torch":
@@ -152,25 +150,20 @@ def mapped_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def load_named(path: Path) -> dict[str, np.ndarray]:
-    """Return copies of what `mapped_arrays` has.
+    """Return copies of what `read_arrays` has.
 
     Raises:
-        TraceError: as `mapped_arrays`; or altered since it was sealed, or too large.
+        TraceError: as `read_arrays`; or altered since it was sealed, or too large.
     """
-    mapped = mapped_arrays(path)
-    _check_size(path, sum(array.nbytes for array in mapped.values()))
-    arrays = {name: np.array(floats(array)) for name, array in mapped.items()}
+    stored = read_arrays(path)
+    _check_size(path, sum(array.nbytes for array in stored.values()))
+    arrays = {name: np.array(floats(array)) for name, array in stored.items()}
     if kind_of(path) == "safetensors":
         with decoding(path, "safetensors"):
-            metadata = _safetensors_header(path, _mapped(path))[0].get(_METADATA)
+            metadata = _safetensors_header(path, path.read_bytes())[0].get(_METADATA)
             if metadata:
                 check_tensors(path, arrays, metadata)
     return arrays
-
-
-def _mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -222,7 +215,7 @@ class _Archive:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._data = _mapped(path)
+        self._data = path.read_bytes()
         self._archive = zipfile.ZipFile(path)
         self._unpacked_bytes = 0
         self.names = self._archive.namelist()
@@ -299,7 +292,7 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a safetensors file: u64 header length, a JSON header, raw
     little-endian numbers.
     """
-    data = _mapped(path)
+    data = path.read_bytes()
     header, header_bytes = _safetensors_header(path, data)
     header.pop(_METADATA, None)
     arrays = {}
@@ -321,12 +314,12 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _safetensors_header(path: Path, data: memoryview) -> tuple[dict[str, Any], int]:
+def _safetensors_header(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
     """The header, and how many bytes it and its length take."""
     length = int.from_bytes(data[:8], "little")
     if 8 + length > len(data):
         raise layout_error(path, "header", f"{length} bytes", len(data) - 8, _CUT_OFF)
-    return load_json(bytes(data[8 : 8 + length])), 8 + length
+    return load_json(data[8 : 8 + length]), 8 + length
 
 
 # -- torch -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -70,9 +71,15 @@ def csv_rows(
     from pyarrow import csv  # noqa: PLC0415 - few imports need it
 
     def batches(part: tuple[int, int]) -> Iterator[Any]:
-        with decoding(path, "CSV"), _part_of(path, part) as file:
+        # Arrow reads ahead: a file of Python's might be asked while the process ends.
+        name = os.fsencode(path)
+        with (
+            decoding(path, "CSV"),
+            pa.OSFile(name) as file,
+            file.get_stream(*part) as rows,
+        ):
             yield from csv.open_csv(
-                file,
+                rows,
                 csv.ReadOptions(
                     column_names=list(names), use_threads=False, block_size=CSV_BYTES
                 ),
@@ -93,17 +100,6 @@ def csv_rows(
 def _used(mapping: Mapping[str, Sequence[str]]) -> list[str]:
     """All of their columns, each once."""
     return list(dict.fromkeys(chain.from_iterable(mapping.values())))
-
-
-def _part_of(path: Path, part: tuple[int, int]) -> Any:
-    """A part of a file as a file."""
-    start, length = part
-    if start + length >= path.stat().st_size:
-        file = path.open("rb")
-        file.seek(start)
-        return file
-    with pa.memory_map(str(path)) as mapped:
-        return pa.BufferReader(mapped.read_buffer().slice(start, length))
 
 
 def _rows(
