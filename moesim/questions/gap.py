@@ -122,8 +122,7 @@ class Gap:
         )
         bound = None
         if self.bound is not None:
-            share = self.bound.share(self.policy_s)
-            bound = self.bound.to_json() | {"share": share}
+            bound = self.bound.to_json(self.policy_s)
         return {
             **{name: getattr(self, name) for name in names},
             "parts": {row.pop("name"): row for row in records(self.parts)},

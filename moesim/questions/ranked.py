@@ -151,7 +151,7 @@ def _runs_data(heads: Sequence[str], runs: Mapping[Any, Run]) -> dict[str, Any]:
         for key, run in runs.items()
     ]
     bounds = [
-        run.bound.to_json() | {"share": run.bound.share(run.metrics["makespan_s"])}
+        run.bound.to_json(run.metrics["makespan_s"])
         for run in runs.values()
         if run.bound is not None
     ]

@@ -30,7 +30,7 @@ def run_answer(run: Run) -> Answer:
     if run.bound is not None:
         makespan_s = metrics["makespan_s"]
         notes = [f"bound: {run.bound.words(makespan_s)}"]
-        bound["bound"] = run.bound.to_json() | {"share": run.bound.share(makespan_s)}
+        bound["bound"] = run.bound.to_json(makespan_s)
     answer = Answer(
         question=f"how fast is {config['options']['policy']}?",
         subject=f"{config['model']} on {config['hw']}",

@@ -68,9 +68,9 @@ class Least:
         """Return the part of the possible speed that a run reached, at most 1."""
         return self.seconds / makespan_s if makespan_s else 1.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
+    def to_json(self, makespan_s: float) -> dict[str, Any]:
+        """Return all fields, and the share of a run."""
+        return asdict(self) | {"share": self.share(makespan_s)}
 
 
 @dataclass(frozen=True, slots=True)

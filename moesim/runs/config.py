@@ -285,7 +285,6 @@ class RunConfig(MemoryOptions):
             config = cls(trace=trace)
         if policy is not None:
             options["policy"] = policy
-        options = {_field_name(name): value for name, value in options.items()}
         if memory is not None:
             if not isinstance(memory, MemoryOptions):
                 raise ConfigError(
@@ -294,7 +293,7 @@ class RunConfig(MemoryOptions):
                 )
             # All of them, so that sizes of `trace` do not shine through.
             sizes = memory.options()
-            if doubled := sizes.keys() & options.keys():
+            if doubled := sizes.keys() & set(map(_field_name, options)):
                 raise TypeError(
                     f"{min(doubled)}: expected it once, got it beside memory, which"
                     " states it too; drop one"

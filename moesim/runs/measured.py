@@ -109,7 +109,7 @@ class MeasuredRun(Run):
         memory = None if self.footprint is None else self.footprint.to_json()
         more: dict[str, Any] = {}
         if self.bound is not None:
-            more["bound"] = self.bound.to_json()
+            more["bound"] = self.bound.to_json(self.metrics["makespan_s"])
         if self.texts is not None:
             more |= {"texts": self.texts, "verify": None}
         if self.verification is not None:
@@ -172,7 +172,12 @@ def run_trace(
     shape = shape_for(opened.shape, config.shape, dtype)
     setup = Setup.of(config, opened, profile=profile, shape=shape)
 
-    walk = _rehearsed(setup, opened)
+    # All of it beforehand: reading the trace must not cost the run time.
+    columns = columns_of(opened, setup.policies())
+    walk = list(
+        compose_steps(opened, batch=config.batch, steps=config.steps, columns=columns)
+    )
+    rehearse(setup.planner(), walk[:REHEARSED_STEPS])
 
     begin_s = time.perf_counter()
     store = open_random_store(shape, config.store, dtype, config.distinct, building)
@@ -233,18 +238,6 @@ def closed_after(store: ExpertStore, config: MeasuredConfig) -> Iterator[None]:
     finally:
         if store is not config.store:
             store.close()
-
-
-def _rehearsed(setup: Setup, trace: Trace) -> list[RoutedStep]:
-    """Compose all forward passes of a run, and rehearse the first ones."""
-    config = setup.config
-    # All of it beforehand: reading the trace must not cost the run time.
-    columns = columns_of(trace, setup.policies())
-    walk = list(
-        compose_steps(trace, batch=config.batch, steps=config.steps, columns=columns)
-    )
-    rehearse(setup.planner(), walk[:REHEARSED_STEPS])
-    return walk
 
 
 def _note_footprint(

@@ -87,17 +87,18 @@ def plan_memory(
 
     # Staging comes first, as it is taken from the same memory.
     staging = _staging(options, shape, profile, system)
-    scope = options.cache_scope or system.scope or PER_LAYER
-    if curves is not None:
-        scope = PER_LAYER
+    stated = options.cache_scope or system.scope or PER_LAYER
+    scope = stated if curves is None else PER_LAYER
     ratio = options.cache_ratio
     total_bytes = None
     if options.gpu_memory_bytes is not None:
         budget_bytes = options.gpu_memory_bytes
         total_bytes = _left_on_gpu(options, budget_bytes, shape, staging, profile.gpus)
     elif not options.is_stated:
-        total_bytes = _left_on_card(options, shape, profile, staging, kv_bytes)
-        ratio = DEFAULT_CACHE_RATIO if total_bytes is None else None
+        total_bytes = left_on_card(options, shape, profile, staging, kv_bytes)
+        if total_bytes is None or total_bytes >= shape.routed_bytes:
+            total_bytes = None
+            ratio = DEFAULT_CACHE_RATIO
     gpu = CacheSize.for_model(
         shape,
         scope=scope,
@@ -237,36 +238,24 @@ def _left_on_gpu(
     return left * split
 
 
-def _left_on_card(
+def left_on_card(
     options: MemoryOptions,
     shape: ModelShape,
     profile: HardwareProfile,
     staging: int,
     kv_bytes: int,
 ) -> int | None:
-    """Bytes that the card leaves for the expert cache; None where there is no card,
-    where the rest of the model fills it, or where every expert would fit.
-    """
-    budget_bytes = card_budget_bytes(options, shape, profile, kv_bytes)
-    if budget_bytes is None:
-        return None
-    try:
-        left = _left_on_gpu(options, budget_bytes, shape, staging, profile.gpus)
-    except PolicyError:
-        return None
-    return left if left < shape.routed_bytes else None
-
-
-def card_budget_bytes(
-    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_bytes: int
-) -> int | None:
-    """Memory of one card for weights: its own, less keys and values and workspace.
-    None without a card.
+    """Bytes that the cards leave for experts; None without a card, or where the rest of
+    the model fills it.
     """
     if profile.accelerator == HOST_ACCELERATOR:
         return None
     bill = card_bill(options, shape, profile, kv_bytes)
-    return profile.memory.gpu_bytes - sum(bill.values())
+    budget_bytes = profile.memory.gpu_bytes - sum(bill.values())
+    try:
+        return _left_on_gpu(options, budget_bytes, shape, staging, profile.gpus)
+    except PolicyError:
+        return None
 
 
 def card_bill(

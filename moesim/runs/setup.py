@@ -32,8 +32,8 @@ from moesim.runs.memory import (
     HOST_ACCELERATOR,
     SlotCurves,
     card_bill,
-    card_budget_bytes,
     kept_bytes,
+    left_on_card,
     of_all_cards,
     plan_memory,
     sharing_cards,
@@ -229,14 +229,11 @@ class Setup:
     def fits_card(self) -> bool:
         """True if the cache got a default size although every expert would fit."""
         memory = self.config.memory
-        budget = card_budget_bytes(memory, self.shape, self.profile, self.kv_bytes)
-        if memory.is_stated or budget is None:
-            return False
-        bill = self.weights_bill()
-        experts_bytes = self.shape.routed_bytes
-        split = sharing_cards(self.memory.gpu_split, self.profile.gpus)
-        left = budget - bill["staging"] - bill["dense weights"]
-        return experts_bytes <= left * split
+        left = left_on_card(
+            memory, self.shape, self.profile, self.memory.staging, self.kv_bytes
+        )
+        is_enough = left is not None and left >= self.shape.routed_bytes
+        return is_enough and not memory.is_stated
 
     def gpu_bill(self) -> dict[str, int]:
         """Contents of each GPU: item -> bytes; beside weights only where no size of the
@@ -554,24 +551,33 @@ def warm_counts(
         TraceError: no such trace.
         PolicyError: it has other layers or experts.
     """
-    return activation_counts(_calibration(warm, expected, where))
+    return activation_counts(of_model("--warm", warm, expected, where))
 
 
-def _calibration(warm: str | Path | Trace, expected: ModelShape, where: str) -> Trace:
-    """A calibration trace, opened, of a model with as many layers and experts.
+def of_model(
+    option: str, named: str | Path | Trace, expected: ModelShape, where: str
+) -> Trace:
+    """A trace of a model with as many layers and experts as another.
+
+    Args:
+        option: that names it.
+        named: the trace.
+        expected: the other model's.
+        where: it has so many, in words.
 
     Raises:
-        TraceError, PolicyError: as `warm_counts`.
+        TraceError: no such trace.
+        PolicyError: it has other layers or experts.
     """
-    calibration = warm if isinstance(warm, Trace) else open_trace(warm)
-    shape = calibration.shape
+    trace = named if isinstance(named, Trace) else open_trace(named)
+    shape = trace.shape
     if (shape.layers, shape.experts) != (expected.layers, expected.experts):
         raise PolicyError(
-            f"--warm {calibration.path}: expected {expected.layers} layers x"
+            f"{option} {trace.path}: expected {expected.layers} layers x"
             f" {expected.experts} experts as {where}, found {shape.layers} x"
             f" {shape.experts}; record it from that model"
         )
-    return calibration
+    return trace
 
 
 def slot_curves(config: RunConfig, shape: ModelShape, *, fixed: bool) -> SlotCurves:
@@ -588,7 +594,7 @@ def slot_curves(config: RunConfig, shape: ModelShape, *, fixed: bool) -> SlotCur
         TraceError, PolicyError: as `warm_counts`.
     """
     assert config.warm is not None
-    calibration = _calibration(config.warm, shape, f"{shape.name} has")
+    calibration = of_model("--warm", config.warm, shape, f"{shape.name} has")
     passes = 0
     for block in layer_steps(calibration, batch=config.batch):
         passes = 1 + int(block.step[-1])

@@ -1,6 +1,5 @@
 """`moesim record`: run a model and write its routing trace."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,15 +127,14 @@ def record(options: RecordCommand) -> None:
             )
         facts = _facts(recording, local)
 
+    lines = _lines(facts)
     if options.calibration is not None:
         from moesim.runtime.record.calibration import write_calibration
 
         written = write_calibration(options.target, options.calibration, vectors)
         facts["calibration"] = {"file": str(options.calibration), **written["tensors"]}
-    if options.as_json:
-        print(json.dumps(facts, indent=2))
-    else:
-        _print(facts)
+        lines.append(f"calibration: {', '.join(written['tensors'])}")
+    output.tell(options, facts, lines, options.target, options.calibration)
 
 
 def _how(options: RecordCommand) -> RecordOptions:
@@ -292,24 +290,21 @@ def _facts(recording: "Recording", local: "LocalModel") -> dict[str, Any]:
     return facts
 
 
-def _print(facts: dict[str, Any]) -> None:
-    """Print what was recorded, for people."""
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """What was recorded, for people."""
     from moesim.base.units import format_bytes
 
     resumed = f" ({facts['resumed']} of them before)" if facts["resumed"] else ""
-    print(
+    line = (
         f"{facts['sequences']} sequences{resumed}, {facts['prompt_tokens']:,} prompt"
         f" and {facts['decode_tokens']:,} generated tokens, {facts['rows']:,} rows in"
         f" {facts['seconds_s']:.1f} s ({facts['tokens_per_s']:.0f} tokens/s)"
     )
-    if "reads" in facts:
-        print(
-            f"{facts['host_experts']:,} experts fit in memory; {facts['reads']:,} reads"
-            f" in all, {format_bytes(facts['read_bytes'])}; {facts['hits']:,} times one"
-            " was there"
-        )
-    print(f"wrote {facts['trace']}")
-    if "calibration" in facts:
-        calibration = dict(facts["calibration"])
-        file = calibration.pop("file")
-        print(f"wrote {file}: {', '.join(calibration)}")
+    if "reads" not in facts:
+        return [line]
+    reads = (
+        f"{facts['host_experts']:,} experts fit in memory; {facts['reads']:,} reads"
+        f" in all, {format_bytes(facts['read_bytes'])}; {facts['hits']:,} times one"
+        " was there"
+    )
+    return [line, reads]

@@ -117,24 +117,16 @@ def _parts(
     Raises:
         PolicyError: another model's trace, or the same sequences.
     """
-    from moesim.policies.base import PolicyError
     from moesim.questions.learned_cache import check_held_out, split
+    from moesim.runs.setup import of_model
     from moesim.traces.format.batch import compose
-    from moesim.traces.format.reader import open_trace
 
     batch = options.batch
     steps = options.steps
     if options.held_out is None:
         return *split(opened, batch=batch, steps=steps), opened
-    shape = opened.shape
-    judged_on = open_trace(options.held_out)
-    other = judged_on.shape
-    if (other.layers, other.experts) != (shape.layers, shape.experts):
-        raise PolicyError(
-            f"--held-out {options.held_out}: expected {shape.layers} layers x"
-            f" {shape.experts} experts as in {options.trace}, found {other.layers} x"
-            f" {other.experts}; record it from the same model"
-        )
+    where = f"in {options.trace}"
+    judged_on = of_model("--held-out", options.held_out, opened.shape, where)
     check_held_out(opened, judged_on)
     learned_from, judging = (
         list(compose(trace, batch=batch, steps=steps)) for trace in (opened, judged_on)

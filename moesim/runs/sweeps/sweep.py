@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import (
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import pandas as pd
+    import pyarrow as pa
 
     from moesim.policies.base import PolicyError
     from moesim.policies.faults import PolicyFault
@@ -207,18 +206,10 @@ def run_sweep(
         if kept is not None:
             kept.flush()
 
-    table = _in_order(digests, as_table(rows), stored)
+    # In the order of the plan, wherever they come from.
+    by_digest = {row["digest"]: row for row in [*stored.to_pylist(), *rows]}
+    table = as_table(by_digest[each] for each in digests if each in by_digest)
     if not table.num_rows and refusals:
         raise next(iter(refusals.values()))[0]
     reasons = {reason: len(errors) for reason, errors in refusals.items()}
     return SweepResult(table, plan.axes, reasons, len(plan.points) - len(todo))
-
-
-def _in_order(digests: Sequence[str], rows: pa.Table, stored: pa.Table) -> pa.Table:
-    """Rows in the order of a plan, wherever they come from."""
-    rows = pa.concat_tables([rows, stored.select(rows.column_names)])
-    places = {
-        digest: place for place, digest in enumerate(rows.column("digest").to_pylist())
-    }
-    order = [places[digest] for digest in digests if digest in places]
-    return rows.take(pa.array(order, pa.int64()))
