@@ -22,8 +22,10 @@ N passages, S scored tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -174,27 +176,23 @@ def measure(
     if hasattr(local.model, "set_experts_implementation"):
         local.model.set_experts_implementation("eager")
 
-    parts: list[list[list[torch.Tensor]]] = [[] for _ in policies]
+    batches = []
     with RoutingOverride(local, columns, residual) as override, torch.inference_mode():
         for number, first in enumerate(range(0, len(passages.tokens), batch)):
             tokens = passages.tokens[first : first + batch].to(local.device)
-            comparisons = _read_batch(
-                override, policies, tokens, passages.prompt, number
+            batches.append(
+                _read_batch(override, policies, tokens, passages.prompt, number)
             )
-            for part, comparison in zip(parts, comparisons, strict=True):
-                part.append(comparison)
             if progress is not None:
                 progress((first + len(tokens)) * passages.scored)
             if enough():
                 break
-    results = []
-    for policy, part in zip(policies, parts, strict=True):
-        # Batches lie below each other.
-        nats, reference_nats, kl, agrees = (
-            torch.cat(arrays).numpy() for arrays in zip(*part, strict=True)
+    return [
+        Scores(nats, reference_nats, kl, agrees > 0, policy.shares())
+        for policy, (nats, reference_nats, kl, agrees) in zip(
+            policies, torch.cat(batches, dim=2).numpy(), strict=True
         )
-        results.append(Scores(nats, reference_nats, kl, agrees, policy.shares()))
-    return results
+    ]
 
 
 def _read_batch(
@@ -203,36 +201,45 @@ def _read_batch(
     tokens: torch.Tensor,
     prompt: int,
     number: int,
-) -> list[list[torch.Tensor]]:
-    """Read one batch of passages in step: the plain reader first, then each policy's;
-    the arrays of `Scores`, [B, S] each, per policy.
+) -> torch.Tensor:
+    """Read one batch of passages in step, as the model is and under each policy; the
+    arrays of `Scores` per policy, float64 [P, 4, B, S].
     """
-    # Each with a cache of its own: their pasts differ.
-    readers = [_Reader(override, policy, number) for policy in (None, *policies)]
-    for reader in readers:
-        reader.read(tokens[:, :prompt], Phase.PREFILL)
+    readers = (None, *policies)
+    # Each with a KV cache of its own: their pasts differ.
+    caches: list[Any] = [None for _ in readers]
 
-    steps: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in policies]
+    def read(piece: torch.Tensor, phase: Phase) -> list[torch.Tensor]:
+        """Read on; log probabilities float64 [B, V] of what comes next."""
+        coming = []
+        for place, policy in enumerate(readers):
+            if policy is not None:
+                policy.begin(phase, number)
+            override.begin(policy)
+            out = override.model(
+                input_ids=piece, past_key_values=caches[place], use_cache=True
+            )
+            override.check()
+            caches[place] = out.past_key_values
+            # Differences of close logits are measured: float32 would blur them.
+            coming.append(torch.log_softmax(out.logits[:, -1].double(), dim=-1))
+        return coming
+
+    read(tokens[:, :prompt], Phase.PREFILL)
+    steps = []
     # The last token is predicted, never read.
     for at in range(prompt, tokens.shape[1] - 1):
-        plain, *others = (
-            reader.read(tokens[:, at : at + 1], Phase.DECODE) for reader in readers
-        )
-        coming = tokens[:, at + 1]
-        for step, modified in zip(steps, others, strict=True):
-            step.append(_compare(plain, modified, coming))
-
-    return [
-        [torch.stack(arrays, dim=1) for arrays in zip(*step, strict=True)]
-        for step in steps
-    ]
+        plain, *others = read(tokens[:, at : at + 1], Phase.DECODE)
+        compared = [_compare(plain, each, tokens[:, at + 1]) for each in others]
+        steps.append(torch.stack(compared))
+    return torch.stack(steps, dim=-1).cpu()
 
 
 def _compare(
     plain: torch.Tensor, modified: torch.Tensor, coming: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+) -> torch.Tensor:
     """Compare log probabilities [B, V] about the tokens that come [B]: the arrays of
-    `Scores`, [B] each.
+    `Scores`, float64 [4, B].
     """
     index = coming[:, None]
     chance = plain.exp()
@@ -240,45 +247,15 @@ def _compare(
     kl = torch.where(chance > 0, chance * (plain - modified), 0.0).sum(-1)
     agrees = plain.argmax(-1) == modified.argmax(-1)
     nats, reference_nats = (-each.gather(1, index)[:, 0] for each in (modified, plain))
-    return nats.cpu(), reference_nats.cpu(), kl.cpu(), agrees.cpu()
-
-
-class _Reader:
-    """Reads one batch of passages, with a KV cache of its own; None for a policy reads
-    as the model is.
-    """
-
-    def __init__(
-        self, override: RoutingOverride, policy: PolicyUnderTest | None, batch: int
-    ) -> None:
-        self._override = override
-        self._policy = policy
-        self._batch = batch
-        self._cache: Any = None
-
-    def read(self, tokens: torch.Tensor, phase: Phase) -> torch.Tensor:
-        """Read on; log probabilities float64 [B, V] of what comes next."""
-        if self._policy is not None:
-            self._policy.begin(phase, self._batch)
-        self._override.begin(self._policy)
-        out = self._override.model(
-            input_ids=tokens, past_key_values=self._cache, use_cache=True
-        )
-        self._override.check()
-        self._cache = out.past_key_values
-        # Differences of close logits are what is measured: float32 would blur them.
-        return torch.log_softmax(out.logits[:, -1].double(), dim=-1)
+    return torch.stack([nats, reference_nats, kl, agrees.double()])
 
 
 # -- a routing policy at work in a model -----------------------------------------------
-# A routing policy at work in a model that is read from memory: what it is asked, and
-# its answer in place of the gates'.
-#
-# Where an assignment starts experts one layer ahead (DAOP), they get what they would
-# get: the input of the layer before. Where it lets results join one layer later
-# (expert deferral of KTransformers), they do.
+# What it is asked, and its answer in place of the gates'.
 #
 # T tokens, E experts, K experts per token, H hidden.
+
+NOBODY = np.empty((1, 0), np.int64)
 
 
 @dataclass(slots=True)
@@ -289,20 +266,21 @@ class PolicyUnderTest:
         planner: asked at every layer of every pass.
         own_input: whether experts that were started one layer ahead nevertheless get
             their own layer's input.
-        early: bool [T, E], experts of the last layer step that the CPU had begun for a
-            token before its gate ran; None if there are none.
-        late: int [D], active experts of the last layer step whose results join in the
-            next.
+        begun: int, experts of the last layer step that the CPU had begun before its
+            gate ran, for the tokens of which the layer before expected them.
+        foreseen: int [T, K], those expected.
+        late: int, experts of the last layer step whose results join in the next.
         counts: over scored tokens.
     """
 
     planner: Planner
     own_input: bool = False
-    early: np.ndarray | None = None
-    late: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    begun: np.ndarray = field(default_factory=lambda: NOBODY)
+    foreseen: np.ndarray = field(default_factory=lambda: NOBODY)
+    late: np.ndarray = field(default_factory=lambda: NOBODY)
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    # bool [T, E]: the choice that the last layer step predicted for the next layer.
-    _expected: np.ndarray | None = None
+    # int [T, K]: the choice that the last layer step predicted for the next layer.
+    _expected: np.ndarray = field(default_factory=lambda: NOBODY)
     _phase: Phase = Phase.PREFILL
     _step: int = -1
     _batch: int = 0
@@ -313,26 +291,26 @@ class PolicyUnderTest:
         self._phase = phase
         self._batch = batch
         self._step += 1
-        self._expected = None
+        self._expected = NOBODY
 
-    def layer(self, routed: RoutedLayer) -> tuple[np.ndarray, np.ndarray | None] | None:
+    def layer(self, routed: RoutedLayer) -> tuple[np.ndarray, np.ndarray]:
         """Plan one layer step and carry out all its copies.
 
         Returns:
-            The experts that serve the tokens, uint16 [T, K'], UNUSED where none takes a
-            place, and their weights, float [T, K'], if the policy gives any; None for
-            those that the gate chose.
+            Weights float64 [T, E] of the experts that serve the tokens, -1 of others;
+            and bool [T], tokens whose experts and weights are the gate's.
 
         Raises:
             PolicyError: a policy answered something illegal.
         """
         planner = self.planner
         masses = len(planner.gate_mass)
+        tokens, top_k = routed.routing.shape
         step = RoutedStep(
             step=self._step,
             phase=self._phase,
             batch=self._batch,
-            tokens=len(routed.routing),
+            tokens=tokens,
             context_tokens=0,
             sequences=0,
             layers=[routed],
@@ -345,32 +323,37 @@ class PolicyUnderTest:
 
         self.late = experts[np.array(plan.deferred[:active], np.bool_) & plan.defers]
         begun = np.array(plan.precomputed[:active], np.bool_) & plan.has_precomputed
-        self.early = None
-        if self._expected is not None and begun.any() and not self.own_input:
-            # Begun for a token only if predicted for it, too.
-            chosen = np.zeros(self._expected.shape[1], np.bool_)
-            chosen[experts[begun]] = True
-            self.early = self._expected & chosen
-        self._expected = None
+        self.begun = experts[begun]
+        self.foreseen = NOBODY if self.own_input else self._expected
+        self._expected = NOBODY
         if plan.begins_ahead and "pred1_raw" in routed.predicted:
-            top_k = routed.routing.shape[1]
-            self._expected = top_experts(routed.predicted["pred1_raw"], top_k)
-        served = planner.used_routing() if planner.alters_now else None
+            scores = routed.predicted["pred1_raw"].astype(np.float32)
+            # Ties go to the lower id.
+            best_first = np.argsort(-scores, axis=1, kind="stable")
+            self._expected = best_first[:, :top_k]
+        assert routed.weights is not None, "a live gate has weights"
+        chosen = used = by_expert(routed.routing, routed.weights, planner.experts)
+        if planner.alters_now:
+            ids, weights = planner.used_routing()
+            if weights is None:
+                raise PolicyError(
+                    "routing policy: expected weights beside the experts that it names,"
+                    " got none"
+                )
+            used = by_expert(ids, weights, planner.experts)
         self._now_s = carry_out(planner, self._now_s)
 
         # A planner notes a gate mass only where a routing policy was asked.
         noted = len(planner.gate_mass) > masses
-        tokens = len(routed.routing)
-        after = routed.routing if served is None else served[0]
         self.count(
             tokens=tokens,
             mass=tokens * (planner.gate_mass[masses] if noted else 1.0),
-            altered=_count_altered(routed.routing, after),
-            pairs=int((after != UNUSED).sum()),
+            altered=int(((chosen < 0) != (used < 0)).any(axis=1).sum()),
+            pairs=int((used >= 0).sum()),
             hits=int((state == RESIDENT).sum()),
-            active=len(state),
+            active=active,
         )
-        return served
+        return used, (chosen == used).all(axis=1)
 
     def count(self, **numbers: float) -> None:
         """Count what happened to scored tokens."""
@@ -389,35 +372,17 @@ class PolicyUnderTest:
         }
         counts = self.counts
         return {
-            name: counts[part] / counts[total] if counts[total] else float("nan")
+            name: counts[part] / (counts[total] or math.nan)
             for name, (part, total) in parts.items()
         }
 
 
-def top_experts(scores: np.ndarray, count: int) -> np.ndarray:
-    """Bool [T, E]: the `count` best of each row of scores [T, E], ties to the lower
-    id.
-    """
-    chosen = np.zeros(scores.shape, np.bool_)
-    order = np.argsort(-scores.astype(np.float32), axis=1, kind="stable")
-    np.put_along_axis(chosen, order[:, :count], values=True, axis=1)
-    return chosen
-
-
-def widened(values: np.ndarray, width: int, filler: int) -> np.ndarray:
-    """Widen [T, K] to at least `width` columns."""
-    missing = max(0, width - values.shape[1])
-    return np.pad(values, ((0, 0), (0, missing)), constant_values=filler)
-
-
-def _count_altered(before: np.ndarray, after: np.ndarray) -> int:
-    """Count tokens whose experts [T, K] and [T, K'] are not the same ones, in whatever
-    order.
-    """
-    width = max(before.shape[1], after.shape[1])
-    sorted_before = np.sort(widened(before, width, UNUSED), axis=1)
-    sorted_after = np.sort(widened(after, width, UNUSED), axis=1)
-    return int((sorted_before != sorted_after).any(axis=1).sum())
+def by_expert(ids: np.ndarray, weights: np.ndarray, experts: int) -> np.ndarray:
+    """The weights [T, K] of each token's experts [T, K] as [T, E]; -1 of others."""
+    table = np.full((len(ids), experts), -1.0)
+    tokens, places = np.nonzero(ids != UNUSED)
+    table[tokens, ids[tokens, places]] = weights[tokens, places]
+    return table
 
 
 class RoutingOverride:
@@ -441,46 +406,39 @@ class RoutingOverride:
         predicted = [name for name in columns if name in PREDICTION_COLUMNS]
         self._foresight = Foresight(self._blocks, self._facts, predicted, vectors)
         self._needs_scores = "scores" in columns
-        self._policy: PolicyUnderTest | None = None
+        self._hooks: list[Any] = []
+        self.begin(None)
 
+    def begin(self, policy: PolicyUnderTest | None) -> None:
+        """Let `policy` override the gates of the next pass; the model decides if
+        None.
+        """
+        self._policy = policy
+        # Layers of the pass at work whose experts were called.
+        self._served = 0
         # Of the gate that ran last.
         self._gate_call: Arguments = (), {}
         self._gate_output: torch.Tensor | None = None
-        # Of the layer before: [T, H] what its experts were given.
+        # Of the layer before: [T, H] what its experts were given, and what computes
+        # those of its results that join in this layer.
         self._input_before = torch.empty(0)
-        # Further calls of experts: whose results are added behind the layer at work,
-        # and behind the next one.
-        self._added: list[tuple[Any, Arguments]] = []
-        self._awaited: list[tuple[Any, Arguments]] = []
-        # Layers of the pass at work whose experts were called.
-        self._served = 0
-        self._hooks: list[Any] = []
+        self._awaited: Callable[[], torch.Tensor] | None = None
 
     def __enter__(self) -> Self:
-        """Attach the hooks."""
+        """Attach it to gates and experts."""
         for layer, block in enumerate(self._blocks):
-            gate_hook = block.gate.register_forward_hook(
-                self._on_gate, with_kwargs=True
+            self._hooks.append(
+                block.gate.register_forward_hook(self._on_gate, with_kwargs=True)
             )
-            experts_hook = block.experts.register_forward_pre_hook(
-                self._on_experts(layer), with_kwargs=True
-            )
-            result_hook = block.experts.register_forward_hook(
-                self._after_experts, with_kwargs=True
-            )
-            self._hooks += [gate_hook, experts_hook, result_hook]
+            experts: Any = block.experts
+            experts.forward = partial(self._serve, layer, experts.forward)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove them."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def begin(self, policy: PolicyUnderTest | None) -> None:
-        """Let `policy` override the gates from now on; the model decides if None."""
-        self._policy = policy
-        self._served = 0
-        self._awaited = []
+        """Detach it."""
+        for hook, block in zip(self._hooks, self._blocks, strict=True):
+            hook.remove()
+            del block.experts.forward
 
     def check(self) -> None:
         """Make sure that every layer's experts were called as we know it.
@@ -509,76 +467,41 @@ class RoutingOverride:
                 " scores"
             )
 
-    def _on_experts(self, layer: int) -> Callable[..., Any]:
-        """Return the hook that runs before a layer's experts and may change what they
-        are given.
-        """
-
-        def hook(
-            experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Arguments | None:
-            call = ExpertsCall.find(args, kwargs)
-            if call is None:
-                return None
-            self._served += 1
-            self._added, self._awaited = self._awaited, []
-            if self._policy is None:
-                return None
-            return self._override(self._policy, layer, experts, call, (args, kwargs))
-
-        return hook
-
-    def _after_experts(
-        self, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def _serve(
+        self, layer: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add what is computed on the input of the layer before, or was left by it."""
-        del experts, args, kwargs
-        for module, (given, named) in self._added:
-            # `forward`, not a call: hooks must not run for it.
-            output = output + module.forward(*given, **named)
-        return output
+        """Compute a layer's experts as the policy at work wants it."""
+        call = ExpertsCall.find(args, kwargs)
+        if call is not None:
+            self._served += 1
+        policy = self._policy
+        if call is None or policy is None:
+            return forward(*args, **kwargs)
+        index, weights = _rerouted(call, *policy.layer(self._routed(layer, call)))
+        begun, foreseen, late_experts = (
+            torch.from_numpy(ids).to(index)
+            for ids in (policy.begun, policy.foreseen, policy.late)
+        )
+        early = torch.isin(index, begun)
+        early &= (index[:, :, None] == foreseen[:, None]).any(-1)
+        late = torch.isin(index, late_experts) & ~early
+        on_time = ~(early | late)
+        policy.count(stale=int((~on_time).sum()))
 
-    def _override(
-        self,
-        policy: PolicyUnderTest,
-        layer: int,
-        experts: Any,
-        call: ExpertsCall,
-        arguments: Arguments,
-    ) -> Arguments | None:
-        """Return changed arguments for a layer's experts; None where they stay."""
-        index, weights = self._planned(policy, layer, call)
-        stale = torch.zeros_like(index, dtype=torch.bool)
-        if policy.early is not None:
-            early = torch.from_numpy(policy.early).to(index.device)
-            stale = early.gather(1, index.long())
-        late = torch.isin(index, torch.from_numpy(policy.late).to(index)) & ~stale
-        policy.count(stale=int((stale | late).sum()))
+        def part(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            given, named = call.changed(args, kwargs, hidden, index, weights * counts)
+            result: torch.Tensor = forward(*given, **named)
+            return result
 
         # Each pair counts in one of the calls, with weight zero in the others.
-        on_time = ~(stale | late)
-        if policy.early is not None:
-            given = self._input_before, index, weights * stale
-            self._added.insert(0, (experts, call.changed(*arguments, *given)))
-        if len(policy.late):
-            given = call.hidden, index, weights * late
-            self._awaited = [(experts, call.changed(*arguments, *given))]
+        result = part(call.hidden, on_time)
+        if early.any():
+            result = result + part(self._input_before, early)
+        if self._awaited is not None:
+            result = result + self._awaited()
+        self._awaited = partial(part, call.hidden, late) if late.any() else None
         self._input_before = call.hidden
-        if index is call.index and bool(on_time.all()):
-            return None
-        return call.changed(*arguments, call.hidden, index, weights * on_time)
-
-    def _planned(
-        self, policy: PolicyUnderTest, layer: int, call: ExpertsCall
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ask the planner; ids and weights [T, K'] for the experts, the given ones
-        themselves where nothing changes.
-        """
-        routed = self._routed(layer, call)
-        served = policy.layer(routed)
-        if served is None:
-            return call.index, call.weights
-        return _rerouted(call, routed, *served)
+        return result
 
     def _routed(self, layer: int, call: ExpertsCall) -> RoutedLayer:
         """Describe the gate's choice, best expert first, as a trace would."""
@@ -595,38 +518,20 @@ class RoutingOverride:
 
 
 def _rerouted(
-    call: ExpertsCall,
-    routed: RoutedLayer,
-    chosen: np.ndarray,
-    shares: np.ndarray | None,
+    call: ExpertsCall, used: np.ndarray, same: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn a planner's routing into ids and weights [T, K'] for the experts; the call's
-    own ones where no token changes.
-    """
-    if shares is None:
-        raise PolicyError(
-            "routing policy: expected weights beside the experts that it names, got"
-            " none"
-        )
-    assert routed.weights is not None, "a live gate has weights"
-    top_k = routed.routing.shape[1]
-    ids = widened(chosen, top_k, UNUSED)
-    shares = widened(shares, top_k, 0)
-    width = ids.shape[1]
-    same = (ids == widened(routed.routing, width, UNUSED)).all(1)
-    same &= (shares == widened(routed.weights, width, 0)).all(1)
+    """Turn a policy's answer into ids and weights [T, K'] for the experts."""
     if same.all():
         return call.index, call.weights
-
+    top_k = call.index.shape[1]
+    width = max(top_k, int((used >= 0).sum(axis=1).max()))
+    ids = np.argsort(-used, axis=1, kind="stable")[:, :width]
+    shares = np.take_along_axis(used, ids, axis=1)
     # Experts modules know no empty column: it repeats the token's first expert, with
     # weight zero.
-    used = ids != UNUSED
-    rows = np.arange(len(ids))
-    first = np.where(used.any(1), ids[rows, used.argmax(1)], 0)
-    filled = np.where(used, ids, first[:, None]).astype(np.int64)
-    index = torch.from_numpy(filled).to(call.index)
-    weights = torch.from_numpy(np.where(used, shares, 0).astype(np.float32))
-    weights = weights.to(call.weights)
+    ids = np.where(shares < 0, ids[:, :1], ids)
+    index = torch.from_numpy(ids).to(call.index)
+    weights = torch.from_numpy(shares.clip(min=0)).to(call.weights)
 
     # Tokens that stay keep the model's own order, so that sums are the same to the bit.
     rows = torch.from_numpy(np.flatnonzero(same)).to(index.device)
