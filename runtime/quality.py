@@ -145,7 +145,7 @@ def measure(
     residual: Residual | None = None,
     batch: int = 1,
     enough: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> list[Scores]:
     """Read passages as the model is, and once under each composition of policies.
 
@@ -159,7 +159,7 @@ def measure(
         residual: vectors for ``pred1_res``.
         batch: passages read side by side.
         enough: asked after each batch; no further one is read then.
-        progress: called with the number of scored tokens.
+        progress: called with the share of the passages that were read.
 
     Raises:
         PolicyError: a policy answered something illegal, or needs a column that
@@ -184,7 +184,7 @@ def measure(
                 _read_batch(override, policies, tokens, passages.prompt, number)
             )
             if progress is not None:
-                progress((first + len(tokens)) * passages.scored)
+                progress((first + len(tokens)) / len(passages.tokens))
             if enough():
                 break
     return [

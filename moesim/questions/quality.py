@@ -37,7 +37,6 @@ from moesim.runs.setup import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from moesim.runs.config import MemoryOptions
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.quality import Passages, Scores
     from moesim.runtime.record.calibration import Residual
@@ -108,7 +107,6 @@ def quality(
     residual: str | Path | Residual | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    memory: MemoryOptions | None = None,
     minutes: float | None = None,
     progress: Callable[[float], None] | None = None,
     **options: Any,
@@ -133,7 +131,6 @@ def quality(
             when None.
         dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
         device: ``cpu``, ``cuda``, …
-        memory: sizes of memories in one object, instead of single options.
         minutes: after which no passage is begun; None for no limit.
         progress: called with the share of the work that is done.
         options: fields of `moesim.runs.config.RunConfig`.
@@ -150,7 +147,6 @@ def quality(
         RunConfig.of(
             config,
             policy,
-            memory=memory,
             **options,
             # What is not chosen is the system's, or stated otherwise.
             **({} if rule is None else {"routing": rule}),
@@ -171,13 +167,10 @@ def quality(
 
     local = load_model(model, device=device, dtype=dtype)
     shape = model_shape(local.model, local.name)
+    # Rounded up to whole passages.
+    most = -(-tokens // scored_tokens)
     passages = _passages(
-        local,
-        text,
-        tokens,
-        prompt=prompt_tokens,
-        scored=scored_tokens,
-        seed=base.seed,
+        local, text, most, prompt=prompt_tokens, scored=scored_tokens, seed=base.seed
     )
     profile = profile_of(base.hw)
     calibration = None
@@ -186,7 +179,6 @@ def quality(
     # Each has caches of its own, which carry over from passage to passage.
     setups = [Setup(each, shape, profile, each.system, calibration) for each in configs]
     end_s = time.monotonic() + (math.inf if minutes is None else 60.0 * minutes)
-    all_tokens = len(passages.tokens) * passages.scored
 
     # Only the shipped model can calibrate residual vectors now; it has the text.
     shipped = (lambda: local) if local.name == "tiny" else None
@@ -198,10 +190,11 @@ def quality(
         residual=residual_for(columns, residual, shipped),
         batch=base.batch,
         enough=lambda: time.monotonic() >= end_s,
-        progress=lambda done: progress(done / all_tokens) if progress else None,
+        progress=progress,
     )
     rows = [_row(*each) for each in zip(setups, scores, strict=True)]
     read = len(scores[0].nats)
+    described = setups[0].effective_config(None)
     effective = {
         "model": shape.name,
         "dtype": shape.dtype,
@@ -213,29 +206,16 @@ def quality(
         "scored_tokens": passages.scored,
         "tokens": read * passages.scored,
         "own_input": own_input,
-        **_described(setups[0]),
+        **{name: described[name] for name in _SHARED},
     }
     return Quality(pd.DataFrame(rows), effective)
 
 
-def _described(setup: Setup) -> dict[str, Any]:
-    """What all settings have in common: they differ in routing and in the cache's
-    size.
-    """
-    system, memory, config = setup.system, setup.memory, setup.config
-    return {
-        "assignment": system.assignment,
-        "cache": system.cache,
-        "prefetch": system.prefetch,
-        "hw": setup.profile.name,
-        "hw_digest": setup.profile.digest,
-        "cache_scope": memory.gpu.scope,
-        "staging": memory.staging,
-        "host_bytes": None if memory.host is None else memory.host.total_bytes,
-        "batch": config.batch,
-        "seed": config.seed,
-        "filled_by": "its policy, or empty" if config.warm is None else "calibration",
-    }
+_SHARED = (
+    *("assignment", "cache", "prefetch", "hw", "hw_digest", "cache_scope"),
+    *("staging", "host_bytes", "batch", "seed", "filled_by"),
+)
+"""What all settings have in common: they differ in routing and in the cache's size."""
 
 
 def _needed_columns(configs: Iterable[RunConfig]) -> tuple[str, ...]:
@@ -257,41 +237,29 @@ def _needed_columns(configs: Iterable[RunConfig]) -> tuple[str, ...]:
 
 
 def _passages(
-    local: LocalModel,
-    text: str | Path | None,
-    tokens: int,
-    *,
-    prompt: int,
-    scored: int,
-    seed: int,
+    local: LocalModel, text: str | Path | None, most: int, *, seed: int, **sizes: int
 ) -> Passages:
-    """Read as many passages as hold `tokens` scored tokens, or as many as the text
-    has.
+    """Read so many passages, or as many as the text has.
 
     Raises:
         TraceError: no text for a model that has no corpus, or a text that is not UTF-8.
     """
     from moesim.runtime.quality import Passages  # noqa: PLC0415 - torch
 
-    # Rounded up to whole passages.
-    most = -(-tokens // scored)
-    if text is None:
-        if local.name != "tiny":
-            raise TraceError(
-                f"{local.name}: expected --text FILE with text it was not trained on,"
-                " found none"
-            )
-        return Passages.of_corpus(most, prompt=prompt, scored=scored, seed=seed)
-    try:
-        passage_text = read_text(Path(text))
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{text}: expected UTF-8 text, found {error}") from None
-    tokens_of_text = local.encode(passage_text)
-    return Passages.cut(tokens_of_text, prompt=prompt, scored=scored, most=most)
+    if text is not None:
+        try:
+            tokens = local.encode(read_text(Path(text)))
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{text}: expected UTF-8 text, found {error}") from None
+        return Passages.cut(tokens, most=most, **sizes)
+    if local.name != "tiny":
+        raise TraceError(
+            f"{local.name}: expected --text FILE with text it was not trained on, found"
+            " none"
+        )
+    return Passages.of_corpus(most, seed=seed, **sizes)
 
 
-_LEAST_SHOWN_KL = 5e-5
-"""Below it four decimals would show zero, which only an unaltered model has."""
 _SHARES = {
     "agreement": "same top token",
     "gate_mass_kept": "gate mass kept",
@@ -318,17 +286,11 @@ def quality_answer(report: Quality) -> Answer:
         for nats, error in zip(table["delta_nats"], table["delta_nats_se"], strict=True)
     ]
     words = table.assign(
-        cache_ratio=table["cache_ratio"].map("{:.3g}".format),
-        perplexity=table["perplexity"].map("{:.3f}".format),
-        delta_nats=lost,
-        kl=[
-            f"{nats:.1e}" if 0 != nats < _LEAST_SHOWN_KL else f"{nats:.4f}"
-            for nats in table["kl"]
-        ],
+        perplexity=table["perplexity"].map("{:.3f}".format), delta_nats=lost
     )
     columns = [
         Column("routing", "routing"),
-        Column("cache_ratio", "cache"),
+        Column("cache_ratio", "cache", "share"),
         Column("perplexity", "perplexity"),
         Column("delta_nats", "nats lost"),
         Column("kl", "KL"),
@@ -383,9 +345,9 @@ def save_quality(report: Quality, folder: Path) -> list[Path]:
     """Write figures, configuration, pictures and the page; return the files."""
     figures = folder / "quality.json"
     write_text(figures, json.dumps(report.to_json(), indent=2) + "\n")
+    answer = quality_answer(report)
     pictures = [
-        quality_drawn(report, name).save(folder / f"quality-{name}.png")
-        for name in _MEASURES
+        answer.figure(name).save(folder / f"quality-{name}.png")
+        for name in answer.figures
     ]
-    page = quality_answer(report).write(folder / "quality.html")
-    return [figures, *pictures, page]
+    return [figures, *pictures, answer.write(folder / "quality.html")]

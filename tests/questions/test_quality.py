@@ -497,8 +497,8 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
     rows = [line.split()[:2] for line in printed.splitlines() if line[:6] == "expert"]
     for alpha in ("0", "0.4"):
         setting = f"expert-cache-router:phase=decode,alpha={alpha}"
-        assert [setting, "0.25"] in rows
-        assert [setting, "0.5"] in rows
+        assert [setting, "25.0"] in rows
+        assert [setting, "50.0"] in rows
     for name in ("kl", "agreement"):
         picture = tmp_path / "out" / f"quality-{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
