@@ -3,7 +3,7 @@ release's own way of serving one request after the other.
 
 Per layer, every expert has two features: how long ago it was used, and how often. The
 network turns them into one number per expert, larger for those it expects back later.
-Training (`runtime/train/cache.py`) and replay use the same `History`, so that a
+Training (`runtime/train_cache.py`) and replay use the same `History`, so that a
 policy never meets features it was not trained on.
 
 L MoE layers, N experts per layer, h hidden units.

@@ -35,7 +35,7 @@ from moesim.questions.learned_cache import EvictionRecorder, check_held_out, spl
 from moesim.runs import replay as api
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import load_artefacts
-from moesim.runtime.train.cache import Recipe, distance_labels, forward, scaled, train
+from moesim.runtime.train_cache import Recipe, distance_labels, forward, train
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
@@ -84,11 +84,6 @@ def test_section_5_3_layers_age_apart():
     assert history.age.tolist() == [[1, NEVER], [1, 2]]
 
 
-def test_section_5_4_distance_labels():
-    """K = 5: distances (1, 3, never) become (0, 0.5, 1)."""
-    assert scaled(np.array([1, 3, NEVER]), 5).tolist() == [0, 0.5, 1]
-
-
 @pytest.mark.parametrize(
     ("experts", "steps", "horizon"),
     [(64, 1000, 48), (128, 1000, 98), (32, 1000, 24), (256, 1000, 192), (256, 225, 45)],
@@ -101,13 +96,14 @@ def test_section_5_4_horizons(experts, steps, horizon):
     assert Recipe(horizon=7).horizon_for(experts, steps) == 7
 
 
-def test_distances_are_counted_strictly_later_and_bounded_by_the_end_of_the_trace():
-    """0 is used in steps 0 and 3, 1 in step 1 only: after its last use, the end says
+def test_section_5_4_distances_are_strictly_later_and_bounded_by_the_end_of_the_trace():
+    """K = 5: distances (1, 3, never) become (0, 0.5, 1). 0 is used in steps 0 and 3, 1 in step 1 only: after its last use, the end says
     "at least so far".
     """
     active = np.array([[1, 0], [0, 1], [0, 0], [1, 0]], bool)
     target, at_least = distance_labels(active, 5)
     assert (target * 4 + 1).tolist() == [[3, 1], [2, 3], [1, 2], [1, 1]]
+    assert distance_labels(active, 2)[0].max() == 1
     assert at_least.tolist() == [
         [False, False],
         [False, True],

@@ -44,7 +44,7 @@ class Artefacts(Mapping[str, dict[str, np.ndarray]]):
 @cache
 def trained():
     """The network of the shipped model."""
-    from moesim.runtime.train.cache import Recipe, train
+    from moesim.runtime.train_cache import Recipe, train
     from moesim.traces.format.batch import compose
     from moesim.traces.format.reader import open_trace
 

@@ -70,7 +70,7 @@ def train_cache(options: TrainCacheOptions) -> None:
     """
     from moesim.base.files import write_text
     from moesim.questions import learned_cache as learned
-    from moesim.runtime.train.cache import Recipe, train
+    from moesim.runtime.train_cache import Recipe, train
     from moesim.traces.format.reader import open_trace
 
     opened = open_trace(options.trace)

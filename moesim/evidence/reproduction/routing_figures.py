@@ -304,7 +304,7 @@ def learned_cache(excerpt: Excerpt) -> Mapping[str, float]:
     forward passes only, which the network has not seen.
     """
     try:
-        from moesim.runtime.train.cache import train  # noqa: PLC0415 - needs torch, which may be missing
+        from moesim.runtime.train_cache import train  # noqa: PLC0415 - needs torch, which may be missing
     except ImportError:
         raise LacksError(
             "lacks PyTorch, which trains the network: pip install 'moesim[runtime]'"

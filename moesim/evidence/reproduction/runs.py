@@ -261,7 +261,7 @@ def learned_cache(workload: Workload, folder: Path) -> Path:
     Raises:
         ImportError: PyTorch is not installed.
     """
-    from moesim.runtime.train.cache import Recipe, train  # noqa: PLC0415 - needs torch
+    from moesim.runtime.train_cache import Recipe, train  # noqa: PLC0415 - needs torch
 
     training = workload.calibration(TRAINING_SEQUENCES)
     artefacts = folder / f"{training.name}-learned"

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -88,28 +88,14 @@ class Recipe:
 LEAST_STEPS: Final = 20
 
 
-class Samples(NamedTuple):
-    """Training samples, layer steps first.
-
-    Attributes:
-        features: float32 [S, L, 2N].
-        target: float32 [S, L, N].
-        at_least: bool [S, L, N], whether the target is only a lower bound, because the
-            trace ended before the next use.
-    """
-
-    features: np.ndarray
-    target: np.ndarray
-    at_least: np.ndarray
-
-    def part(self, start: int, stop: int) -> Self:
-        """Samples of the steps from `start` to before `stop`."""
-        arrays = {name: array[start:stop] for name, array in self._asdict().items()}
-        return self._replace(**arrays)
-
-
-def observe(steps: Iterable[RoutedStep], shape: ModelShape, recipe: Recipe) -> Samples:
+def observe(
+    steps: Iterable[RoutedStep], shape: ModelShape, recipe: Recipe
+) -> list[torch.Tensor]:
     """Walk a trace to count its steps, and for features and distances.
+
+    Returns:
+        Features float32 [S, L, 2N], targets float32 [S, L, N], and whether a target is
+        only a lower bound, because the trace ended before the next use, bool [S, L, N].
 
     Raises:
         TraceError: too few steps.
@@ -121,9 +107,8 @@ def observe(steps: Iterable[RoutedStep], shape: ModelShape, recipe: Recipe) -> S
             f"training part: expected at least {LEAST_STEPS} forward passes, found"
             f" {count}"
         )
-    size = (count, shape.layers, shape.experts)
     features = np.empty((count, shape.layers, 2 * shape.experts), np.float32)
-    active = np.zeros(size, np.bool_)
+    active = np.zeros((count, shape.layers, shape.experts), np.bool_)
     history = History(shape.layers, shape.experts)
     for used, of_step, step in zip(active, features, steps, strict=True):
         for routed in step.layers:
@@ -134,12 +119,13 @@ def observe(steps: Iterable[RoutedStep], shape: ModelShape, recipe: Recipe) -> S
             of_step[layer] = history.features(layer)
 
     horizon = recipe.horizon_for(shape.experts, count)
-    return Samples(features, *distance_labels(active, horizon))
+    return list(map(torch.from_numpy, (features, *distance_labels(active, horizon))))
 
 
 def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scaled steps until each expert's next use, strictly later, and whether they are
-    only lower bounds.
+    """Steps d until each expert's next use, strictly later, scaled to
+    ``(clip(d, 1, K) - 1) / (K - 1)``: 0 is the next step, 1 is K steps ahead or never;
+    and whether they are only lower bounds.
 
     An expert that the part shows no more comes back behind its end or never, so its
     distance is at least that to the end. CECAR counts it as never; on the few hundred
@@ -151,6 +137,8 @@ def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.nd
 
     Returns:
         float32 and bool, both shaped as `active`.
+
+    Source: CECAR, `ML_Train.py`.
     """
     steps = len(active)
     distance = np.empty(active.shape, np.float32)
@@ -165,19 +153,11 @@ def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.nd
     until_end = until_end.reshape(-1, *[1] * (active.ndim - 1))
     unseen = np.isinf(distance)
     np.copyto(distance, until_end, where=unseen)
-    return scaled(distance, horizon), unseen
-
-
-def scaled(distance: np.ndarray, horizon: int) -> np.ndarray:
-    """``(clip(d, 1, K) - 1) / (K - 1)``, float32: 0 is the next step, 1 is K steps
-    ahead or never.
-
-    Source: CECAR, `ML_Train.py`.
-    """
-    result = np.clip(distance, 1.0, horizon).astype(np.float32, copy=False)
-    result -= 1.0
-    result /= horizon - 1
-    return result
+    # In place: these are the largest arrays of the training.
+    np.clip(distance, 1.0, horizon, out=distance)
+    distance -= 1.0
+    distance /= horizon - 1
+    return distance, unseen
 
 
 # A layer improves if its loss falls by a thousandth: less is noise.
@@ -192,7 +172,7 @@ class Trained:
     """A trained network and how it came about; `facts` is plain JSON."""
 
     network: Network
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
 
     def save(self, path: Path) -> None:
         """Write a safetensors file, beside the target and then renamed onto it."""
@@ -226,37 +206,39 @@ def train(
     recipe = recipe or Recipe()
     begin_s = time.perf_counter()
     samples = observe(steps, shape, recipe)
-    count = len(samples.features)
+    count = len(samples[0])
     training_steps = count - recipe.validation_steps(count)
 
     # Several threads add in an order of their own, and sums depend on it.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        fitted = _fit(
-            samples.part(0, training_steps),
-            samples.part(training_steps, count),
+        network, progress_facts = _fit(
+            [array[:training_steps] for array in samples],
+            [array[training_steps:] for array in samples],
             recipe,
             seed,
             progress,
         )
     finally:
         torch.set_num_threads(threads)
-
-    facts = {
-        **asdict(recipe),
-        "horizon": recipe.horizon_for(shape.experts, count),
-        "model": shape.name,
-        "layers": shape.layers,
-        "experts": shape.experts,
-        "seed": seed,
-        "training_steps": training_steps,
-        "validation_steps": count - training_steps,
-        "bytes_per_layer": fitted.network.bytes_per_layer,
-        "torch": torch.__version__,
-        "seconds_s": round(time.perf_counter() - begin_s, 3),
-    }
-    return Trained(fitted.network, facts | fitted.facts)
+    return Trained(
+        network,
+        {
+            **asdict(recipe),
+            "horizon": recipe.horizon_for(shape.experts, count),
+            "model": shape.name,
+            "layers": shape.layers,
+            "experts": shape.experts,
+            "seed": seed,
+            "training_steps": training_steps,
+            "validation_steps": count - training_steps,
+            "bytes_per_layer": network.bytes_per_layer,
+            "torch": torch.__version__,
+            "seconds_s": round(time.perf_counter() - begin_s, 3),
+            **progress_facts,
+        },
+    )
 
 
 def forward(parameters: Sequence[torch.Tensor], features: torch.Tensor) -> torch.Tensor:
@@ -270,36 +252,32 @@ def forward(parameters: Sequence[torch.Tensor], features: torch.Tensor) -> torch
 
 
 def _fit(
-    samples: Samples,
-    validation: Samples,
+    samples: Sequence[torch.Tensor],
+    held_out: Sequence[torch.Tensor],
     recipe: Recipe,
     seed: int,
     progress: Callable[[int], None] | None,
-) -> Trained:
+) -> tuple[Network, dict[str, Any]]:
     """Descend until no layer improves any more; keep each layer's best epoch."""
-    count, layers, _ = samples.features.shape
-    experts = samples.target.shape[2]
+    count, layers, experts = samples[1].shape
     parameters = _initial(layers, experts, recipe.hidden, seed)
     optimizer = torch.optim.AdamW(
         parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay
     )
-    data = _tensors(samples)
-    held_out = _tensors(validation)
     draws = torch.Generator().manual_seed(seed)
     batch = min(recipe.batch, max(1, count // _LEAST_BATCHES))
 
     # The first weights count as an epoch: training may only make it worse.
     best = [parameter.detach().clone() for parameter in parameters]
     best_epochs = torch.zeros(layers, dtype=torch.int64)
-    first = _evaluate(parameters, held_out, recipe.batch)
-    lowest = first
+    first = lowest = _evaluate(parameters, held_out, recipe.batch)
     improved = 0
     epoch = 0
     for epoch in range(1, recipe.epochs + 1):
         for rows in torch.randperm(count, generator=draws).split(batch):
             optimizer.zero_grad()
             # Layers share no weights, so the gradient of the sum is that of each.
-            _losses(parameters, data, rows).sum().backward()
+            _losses(parameters, samples, rows).sum().backward()
             optimizer.step()
 
         loss = _evaluate(parameters, held_out, recipe.batch)
@@ -322,12 +300,7 @@ def _fit(
         "validation_loss_first": round(float(first.mean()), 6),
         "validation_loss_best": round(float(lowest.mean()), 6),
     }
-    return Trained(Network(*(parameter.numpy() for parameter in best)), facts)
-
-
-def _tensors(samples: Samples) -> list[torch.Tensor]:
-    """Return the arrays of samples as tensors, in the order of the fields."""
-    return [torch.from_numpy(np.ascontiguousarray(array)) for array in samples]
+    return Network(*(parameter.numpy() for parameter in best)), facts
 
 
 def _initial(layers: int, experts: int, hidden: int, seed: int) -> list[torch.Tensor]:

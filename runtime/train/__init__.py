@@ -1,1 +1,0 @@
-"""Training: of the model that ships, and of FlashMoE's cache network."""
