@@ -86,20 +86,20 @@ class LayerAggregator:
     """Counts layer steps into tables; memory is that of the tables.
 
     Attributes:
-        steps: forward passes so far, by phase.
+        steps: int64 [P], forward passes so far.
         load: int64 [L, E], tokens routed to each expert in decode.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         layers = shape.layers
-        self.steps = dict.fromkeys(Phase, 0)
+        self.steps = np.zeros(len(Phase), np.int64)
         self.load = np.zeros((layers, shape.experts), np.int64)
         self._layers = layers
         self._experts = shape.experts
         self._top_k = shape.top_k
-        # Active experts and tokens times K, by phase.
-        self._active = {phase: np.zeros(layers) for phase in Phase}
-        self._choices = {phase: np.zeros(layers, np.int64) for phase in Phase}
+        # Active experts and tokens times K.
+        self._active = np.zeros((len(Phase), layers))
+        self._choices = np.zeros((len(Phase), layers))
 
         # The decode step in which each expert was used last, -1 before that.
         self._last_use = np.full(layers * shape.experts, -1, np.int64)
@@ -116,29 +116,26 @@ class LayerAggregator:
     def add(self, block: LayerSteps) -> None:
         """Take a block of whole forward passes."""
         sizes = np.diff(block.edges)
-        for phase in Phase:
-            chosen = block.phase == phase
+        table = self._active.shape
+        place = block.phase * np.int64(self._layers) + block.layer
+        active = np.bincount(place, sizes, self._active.size)
+        of_access = np.repeat(place, sizes)
+        choices = np.bincount(of_access, block.tokens, self._choices.size)
+        self._active += active.reshape(table)
+        self._choices += choices.reshape(table)
+
+        chosen = block.phase == Phase.DECODE
+        if chosen.any():
             accesses = np.repeat(chosen, sizes)
             layer = block.layer[chosen]
-            self._active[phase] += np.bincount(layer, sizes[chosen], self._layers)
-            of_access = np.repeat(layer, sizes[chosen])
-            tokens = block.tokens[accesses]
-            choices = np.bincount(of_access, tokens, self._layers).astype(np.int64)
-            self._choices[phase] += choices
-            if phase == Phase.DECODE and chosen.any():
-                experts = block.experts[accesses]
-                key = of_access * self._experts + experts
-                self._add_decode(block.batch[chosen], sizes[chosen], key, tokens)
-                edges = np.cumsum(np.insert(sizes[chosen], 0, 0))
-                later_used(
-                    block.phase[chosen],
-                    layer,
-                    edges,
-                    experts,
-                    *self._uses,
-                    self._distances,
-                )
-            self.steps[phase] += int((layer == 0).sum())
+            experts = block.experts[accesses]
+            sizes = sizes[chosen]
+            key = np.repeat(layer, sizes) * self._experts + experts
+            self._add_decode(block.batch[chosen], sizes, key, block.tokens[accesses])
+            edges = np.cumsum(np.insert(sizes, 0, 0))
+            steps = (block.phase[chosen], layer, edges, experts)
+            later_used(*steps, *self._uses, self._distances)
+        self.steps += np.bincount(block.phase[block.layer == 0], minlength=len(Phase))
 
     def _add_decode(
         self, batch: np.ndarray, sizes: np.ndarray, key: np.ndarray, tokens: np.ndarray
@@ -177,22 +174,13 @@ class LayerAggregator:
                 owner[is_first] % layers, minlength=layers
             )
 
-    @property
-    def tokens(self) -> dict[Phase, int]:
-        """Tokens by phase: those of the fullest layer (a ragged prefill leaves others
-        with fewer).
-        """
-        return {
-            phase: int(choices.max()) // self._top_k
-            for phase, choices in self._choices.items()
-        }
-
     def figures(self) -> dict[str, Any]:
         """Return the figures of `moesim.traces.stats.trace_summary.summarise_trace`
         that come from here; None where the trace has nothing to say.
         """
-        steps = self.steps[Phase.DECODE]
-        prefills = self.steps[Phase.PREFILL]
+        prefills, steps = self.steps.tolist()
+        # Tokens of the fullest layer: a ragged prefill leaves others with fewer.
+        tokens = self._choices.max(axis=1).astype(np.int64) // self._top_k
 
         share = self.load / np.maximum(self.load.sum(axis=1, keepdims=True), 1)
         # The logarithm of 1 stands for that of an expert without load: it adds nothing.
@@ -209,8 +197,8 @@ class LayerAggregator:
             "touched": steps and (self.load > 0).sum(axis=1),
         }
         return {
-            "prefill_tokens": self.tokens[Phase.PREFILL],
-            "decode_tokens": self.tokens[Phase.DECODE],
+            "prefill_tokens": int(tokens[Phase.PREFILL]),
+            "decode_tokens": int(tokens[Phase.DECODE]),
             "decode_steps": steps,
             "overlap_chance": self._top_k / self._experts,
             **{
@@ -242,7 +230,7 @@ class LayerAggregator:
         """Window in decode steps -> mean distinct experts over the whole windows that
         there were, float64 [L].
         """
-        steps = self.steps[Phase.DECODE]
+        steps = int(self.steps[Phase.DECODE])
         last_use = self._last_use.reshape(self._layers, -1)
         sets = {}
         for w in range(_WINDOWS):

@@ -1,8 +1,8 @@
 """Metrics of a run: every figure a report may print, computed from the three tables of
 a timeline.
 
-`totals` goes over spans and accesses once; here its numbers become metrics, and
-`METRICS` is the one place that defines them.
+`totals` goes over spans and accesses once; here its numbers become metrics. What each
+means stands in ``docs/reference/metrics.md``.
 """
 
 from __future__ import annotations
@@ -21,272 +21,92 @@ if TYPE_CHECKING:
     from moesim.traces.timeline.spans import Chunk, Timeline
 
 
-class Metric(NamedTuple):
-    """Unit, direction and definition of a figure of a run.
-
-    Attributes:
-        group: the section of ``docs/reference/metrics.md`` that explains it.
-        unit: of its values; empty for plain counts.
-        better: ``larger``, ``smaller``, or empty where neither is.
-        meaning: definition, in a line.
-    """
-
-    group: str
-    unit: str
-    better: str
-    meaning: str
-
-
 LARGER: Final = "larger"
 SMALLER: Final = "smaller"
-NEITHER: Final = ""
-SPEED: Final = "Speed"
-HITS: Final = "Hits"
-LANES: Final = "Lanes and links"
-PREFETCHES: Final = "Prefetch"
-ENERGY: Final = "Energy"
-REQUESTS: Final = "Requests"
-RUN: Final = "About the run"
+
+
+class Metric(NamedTuple):
+    """Unit and direction of a figure; ``docs/reference/metrics.md`` defines it.
+
+    Attributes:
+        unit: of its values; empty for plain counts.
+        better: ``larger``, ``smaller``, or empty where neither is.
+    """
+
+    unit: str = ""
+    better: str = ""
+
 
 # Every key of `summarise`.
 METRICS: dict[str, Metric] = {
-    "steps": Metric(SPEED, "", NEITHER, "forward passes"),
-    "layer_steps": Metric(
-        SPEED,
-        "",
-        NEITHER,
-        "MoE layers of forward passes in which anything was computed",
-    ),
-    "batches": Metric(
-        SPEED,
-        "",
-        NEITHER,
-        "groups of sequences that ran together; with arrivals, times of work between"
-        " times of idleness",
-    ),
-    "accesses": Metric(
-        HITS, "", NEITHER, "distinct active experts, summed over layer steps"
-    ),
-    "hits": Metric(
-        HITS,
-        "",
-        LARGER,
-        "accesses that found the expert resident on a GPU when the layer step was"
-        " planned",
-    ),
-    "delayed_hits": Metric(HITS, "", SMALLER, "accesses that found it being copied"),
-    "misses": Metric(HITS, "", SMALLER, "accesses that found it absent"),
-    "hit_rate_active": Metric(
-        HITS, "share", LARGER, "hits ÷ accesses, CPU-computed experts included"
-    ),
-    "hit_rate_gpu": Metric(
-        HITS,
-        "share",
-        LARGER,
-        "the same over GPU-assigned experts only; null if there are none",
-    ),
-    "hit_rate_token": Metric(
-        HITS, "share", LARGER, "tokens of hits ÷ tokens of accesses"
-    ),
-    "ttft_s": Metric(
-        SPEED,
-        "s",
-        SMALLER,
-        "from the start of a batch to the end of its prefill, micro-batches included;"
-        " mean over batches whose prompts were computed to their end",
-    ),
-    "tpot_s": Metric(
-        SPEED,
-        "s",
-        SMALLER,
-        "between the ends of consecutive steps of a batch; mean over decode steps, or"
-        " over the tokens that steps keep of drafts",
-    ),
-    "tpot_p50_s": Metric(SPEED, "s", SMALLER, "median of the same"),
-    "tpot_p95_s": Metric(
-        SPEED, "s", SMALLER, "95th percentile of the same, linearly interpolated"
-    ),
-    "prefill_tokens": Metric(SPEED, "tokens", NEITHER, "prompt tokens computed"),
-    "decode_tokens": Metric(
-        SPEED,
-        "tokens",
-        NEITHER,
-        "tokens generated, those of drafts as far as they were kept",
-    ),
-    "prefill_tokens_per_s": Metric(
-        SPEED,
-        "tokens/s",
-        LARGER,
-        "prompt tokens of **all** sequences ÷ prefill seconds",
-    ),
-    "prefill_tokens_per_s_seq": Metric(
-        SPEED,
-        "tokens/s",
-        LARGER,
-        "own prompt tokens ÷ prefill seconds, mean over sequences",
-    ),
-    "decode_tokens_per_s": Metric(
-        SPEED,
-        "tokens/s",
-        LARGER,
-        "generated tokens of **all** sequences ÷ decode seconds",
-    ),
-    "decode_tokens_per_s_seq": Metric(
-        SPEED,
-        "tokens/s",
-        LARGER,
-        "own generated tokens ÷ own decode seconds, mean over sequences: the speed that"
-        " one user sees, and the papers' definition",
-    ),
-    "bytes": Metric(
-        LANES,
-        "bytes per link",
-        NEITHER,
-        "moved over `h2d…`, `d2h…`, `ssd`: experts only, activations are latency"
-        " without bytes",
-    ),
-    "bandwidth": Metric(
-        LANES,
-        "bytes/s per link",
-        LARGER,
-        "bytes ÷ seconds in which the link was busy; null if it never was",
-    ),
-    "busy_s": Metric(LANES, "s per lane", NEITHER, "in which the lane worked"),
-    "stall_s": Metric(
-        LANES,
-        "s per compute lane",
-        SMALLER,
-        "idle after planning while the expert it computed next was being copied",
-    ),
-    "planning_s": Metric(LANES, "s", SMALLER, "spent in decisions"),
-    "planning_share": Metric(LANES, "share", SMALLER, "planning_s ÷ makespan_s"),
-    "imbalance": Metric(
-        LANES,
-        "share",
-        SMALLER,
-        "difference of CPU and busiest GPU ÷ the longer of both, mean over layer steps",
-    ),
-    "prefetched": Metric(PREFETCHES, "", NEITHER, "prefetches copied to a GPU"),
-    "prefetch_accuracy": Metric(
-        PREFETCHES,
-        "share",
-        LARGER,
-        "prefetched experts used before they left ÷ prefetched",
-    ),
-    "prefetch_coverage": Metric(
-        PREFETCHES,
-        "share",
-        LARGER,
-        "prefetched experts used ÷ (those + misses); null without prefetches",
-    ),
-    "prefetch_timeliness": Metric(
-        PREFETCHES,
-        "share",
-        LARGER,
-        "prefetched experts fully there when used ÷ used; null if none was used",
-    ),
-    "refetch_rate_5": Metric(
-        PREFETCHES,
-        "share",
-        SMALLER,
-        "copies of experts that had been on that very GPU within the five steps before"
-        " ÷ all copies to GPUs",
-    ),
-    "makespan_s": Metric(SPEED, "s", SMALLER, "from the first start to the last end"),
-    "energy_j": Metric(
-        ENERGY,
-        "J",
-        SMALLER,
-        "idle watts of all lanes and the platform over the makespan, plus what busy"
-        " lanes draw beyond idle; null without power figures",
-    ),
-    "tokens_per_kj": Metric(
-        ENERGY, "tokens/kJ", LARGER, "generated tokens ÷ kilojoules"
-    ),
+    "steps": Metric(),
+    "layer_steps": Metric(),
+    "batches": Metric(),
+    "accesses": Metric(),
+    "hits": Metric("", LARGER),
+    "delayed_hits": Metric("", SMALLER),
+    "misses": Metric("", SMALLER),
+    "hit_rate_active": Metric("share", LARGER),
+    "hit_rate_gpu": Metric("share", LARGER),
+    "hit_rate_token": Metric("share", LARGER),
+    "ttft_s": Metric("s", SMALLER),
+    "tpot_s": Metric("s", SMALLER),
+    "tpot_p50_s": Metric("s", SMALLER),
+    "tpot_p95_s": Metric("s", SMALLER),
+    "prefill_tokens": Metric("tokens"),
+    "decode_tokens": Metric("tokens"),
+    "prefill_tokens_per_s": Metric("tokens/s", LARGER),
+    "prefill_tokens_per_s_seq": Metric("tokens/s", LARGER),
+    "decode_tokens_per_s": Metric("tokens/s", LARGER),
+    "decode_tokens_per_s_seq": Metric("tokens/s", LARGER),
+    "bytes": Metric("bytes per link"),
+    "bandwidth": Metric("bytes/s per link", LARGER),
+    "busy_s": Metric("s per lane"),
+    "stall_s": Metric("s per compute lane", SMALLER),
+    "planning_s": Metric("s", SMALLER),
+    "planning_share": Metric("share", SMALLER),
+    "imbalance": Metric("share", SMALLER),
+    "prefetched": Metric(),
+    "prefetch_accuracy": Metric("share", LARGER),
+    "prefetch_coverage": Metric("share", LARGER),
+    "prefetch_timeliness": Metric("share", LARGER),
+    "refetch_rate_5": Metric("share", SMALLER),
+    "makespan_s": Metric("s", SMALLER),
+    "energy_j": Metric("J", SMALLER),
+    "tokens_per_kj": Metric("tokens/kJ", LARGER),
 }
 
 # What the tables do not tell, but the run does.
 RUN_METRICS: dict[str, Metric] = {
-    "memory_high_bytes": Metric(
-        LANES,
-        "bytes per memory",
-        SMALLER,
-        "most bytes of experts in the cache at one time",
-    ),
-    "routing": Metric(
-        RUN,
-        "",
-        NEITHER,
-        "`recorded`, or `altered` if a routing policy changed experts: then later"
-        " layers would have seen other activations",
-    ),
-    "approximate": Metric(
-        RUN,
-        "",
-        NEITHER,
-        "`true` if the assignment computes experts ahead of their gate, on the layer"
-        " before's input (`daop`), or lets results join one layer later"
-        " (`ktransformers-deferral`): then answers differ even with recorded routing",
-    ),
-    "gate_mass_kept": Metric(
-        RUN,
-        "share",
-        LARGER,
-        "with altered routing: gate scores of the experts used ÷ those of the recorded"
-        " ones, mean over tokens",
-    ),
-    "filling_share": Metric(
-        LANES,
-        "share",
-        NEITHER,
-        "bytes that first filled the GPUs' caches ÷ bytes copied to GPUs: the more, the"
-        " more the run shows how caches begin; null without copies",
-    ),
-    "events": Metric(RUN, "", NEITHER, "events of the simulation"),
-    "wall_s": Metric(RUN, "s", SMALLER, "real seconds that the replay took"),
+    "memory_high_bytes": Metric("bytes per memory", SMALLER),
+    "routing": Metric(),
+    "approximate": Metric(),
+    "gate_mass_kept": Metric("share", LARGER),
+    "filling_share": Metric("share"),
+    "events": Metric(),
+    "wall_s": Metric("s", SMALLER),
 }
 
 # What a run with arrivals adds, in the object ``requests`` and in rows of sweeps.
 REQUEST_METRICS: dict[str, Metric] = {
-    "requests": Metric(
-        REQUESTS, "", NEITHER, "requests that were served to their last token"
-    ),
-    "ttft_p50_s": Metric(REQUESTS, "s", SMALLER, "median of their `ttft_s`"),
-    "ttft_p95_s": Metric(REQUESTS, "s", SMALLER, "95th percentile"),
-    "ttft_p99_s": Metric(REQUESTS, "s", SMALLER, "99th percentile"),
-    "tpot_p99_s": Metric(REQUESTS, "s", SMALLER, "99th percentile of their `tpot_s`"),
-    "slo_attainment": Metric(
-        REQUESTS, "share", LARGER, "requests within both limits of `--slo` ÷ requests"
-    ),
-    "goodput_per_s": Metric(
-        REQUESTS, "1/s", LARGER, "requests within both limits ÷ makespan"
-    ),
+    "requests": Metric(),
+    "ttft_p50_s": Metric("s", SMALLER),
+    "ttft_p95_s": Metric("s", SMALLER),
+    "ttft_p99_s": Metric("s", SMALLER),
+    "tpot_p99_s": Metric("s", SMALLER),
+    "slo_attainment": Metric("share", LARGER),
+    "goodput_per_s": Metric("1/s", LARGER),
 }
 
 # What rows of sweeps and comparisons hold beside them.
 ROW_METRICS: dict[str, Metric] = {
-    "h2d_bytes": Metric(LANES, "bytes", SMALLER, "moved over all links to GPUs"),
-    "ssd_bytes": Metric(LANES, "bytes", SMALLER, "read from the SSD"),
-    "h2d_bytes_per_s": Metric(
-        LANES,
-        "bytes/s",
-        LARGER,
-        "h2d_bytes ÷ seconds in which these links were busy, added up over links",
-    ),
-    "busiest_share": Metric(
-        LANES,
-        "share",
-        NEITHER,
-        "share of the makespan in which the lane `busiest` worked, which worked most",
-    ),
-    "cache_bytes": Metric(LANES, "bytes", SMALLER, "size of the GPU cache"),
-    "gpu_bytes": Metric(
-        LANES,
-        "bytes",
-        SMALLER,
-        "memory of each GPU for cache, staging and other weights",
-    ),
-    "host_bytes": Metric(LANES, "bytes", SMALLER, "host memory for experts"),
+    "h2d_bytes": Metric("bytes", SMALLER),
+    "ssd_bytes": Metric("bytes", SMALLER),
+    "h2d_bytes_per_s": Metric("bytes/s", LARGER),
+    "busiest_share": Metric("share"),
+    "cache_bytes": Metric("bytes", SMALLER),
+    "gpu_bytes": Metric("bytes", SMALLER),
+    "host_bytes": Metric("bytes", SMALLER),
 }
 
 # Key of the power table for watts drawn whatever happens.

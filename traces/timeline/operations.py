@@ -37,22 +37,6 @@ operation that a plan has queued until control serves its lanes. Return: from th
 until then. Note: what control writes down after a forward pass.
 """
 
-_COLUMNS: Final[dict[str, Any]] = {
-    "lane": np.int8,
-    "kind": np.int8,
-    "step": np.int32,
-    "layer": np.int16,
-    "expert": np.int32,
-    "picked_s": np.float64,
-    "start_s": np.float64,
-    "end_s": np.float64,
-    "ended_s": np.float64,
-    "cpu_s": np.float64,
-    "waited_s": np.float64,
-    "switches": np.int32,
-}
-_ROW: Final = np.dtype(list(_COLUMNS.items()))
-
 
 class Part(NamedTuple):
     """One row.
@@ -85,6 +69,12 @@ class Part(NamedTuple):
     cpu_s: float = float("nan")
     waited_s: float = float("nan")
     switches: int = -1
+
+
+_COLUMNS: Final = Part._fields
+_ROW: Final = np.dtype(
+    [(name, np.float64 if name.endswith("_s") else np.int32) for name in _COLUMNS]
+)
 
 
 class OperationTable:
