@@ -23,7 +23,14 @@ import numpy as np
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
-from moesim.evidence.validation.verify import Plan, run_cells, verdict_of
+from moesim.evidence.validation.verify import (
+    CALIBRATED,
+    JOURNAL,
+    MACHINE,
+    Plan,
+    calibrated,
+    judged_cells,
+)
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
@@ -40,9 +47,6 @@ MINUTES: Final = 8.0
 RESULTS: Final = "results.json"
 PAGE: Final = "gpu.md"
 VALIDATION: Final = "validation.json"
-_MACHINE: Final = "machine.toml"
-_CALIBRATED: Final = "hw.toml"
-_JOURNAL: Final = "runs.jsonl"
 _STORES: Final = "stores"
 
 PARTS: Final = ("checks", "profile", "recording", "runs", "verdict")
@@ -157,7 +161,7 @@ class Session:
         except (OSError, ValueError, KeyError, TypeError):
             same = False
         if not same or f"{PARTS[-1]}/words" in steps:
-            for name in (_MACHINE, _CALIBRATED, _JOURNAL, VALIDATION, PAGE, RESULTS):
+            for name in (MACHINE, CALIBRATED, JOURNAL, VALIDATION, PAGE, RESULTS):
                 (self.folder / name).unlink(missing_ok=True)
             return
         self.steps = {name: step for name, step in steps.items() if "result" in step}
@@ -273,7 +277,7 @@ def _profile(session: Session) -> None:
     seconds = session.extent.seconds
 
     def lanes() -> dict[str, float]:
-        profile = measure(None, session.folder / _MACHINE, quick=True)
+        profile = measure(None, session.folder / MACHINE, quick=True)
         wanted = (
             *(f"costs.{link}.bytes_per_s" for link in ("h2d", "d2h", "ssd")),
             *("contention.cpu.h2d", "contention.h2d.cpu"),
@@ -414,13 +418,9 @@ def _runs(session: Session) -> None:
 
 def _learned_costs(session: Session) -> dict[str, Any]:
     """Learn the costs of this machine from designed runs."""
-    from moesim.evidence.validation.calibrate import calibrate  # noqa: PLC0415
-
-    profile = calibrate(
-        session.folder / _CALIBRATED,
-        shapes=session.extent.plan.calibrated,
-        quick=True,
-        hw=session.folder / _MACHINE,
+    profile = calibrated(
+        session.folder,
+        session.extent.plan,
         stores=_stores(session, "calibration"),
         minutes=min(session.extent.calibration_minutes, session.left_minutes() / 2),
         # Doubts are told with the verdict; without any profile there is none.
@@ -431,7 +431,7 @@ def _learned_costs(session: Session) -> dict[str, Any]:
 
 def _costs(session: Session) -> Any:
     """The learned profile, or the lanes alone where nothing could be learned."""
-    for name in (_CALIBRATED, _MACHINE):
+    for name in (CALIBRATED, MACHINE):
         if (session.folder / name).exists():
             return load_profile(session.folder / name)
     raise ProfileError("no profile of this machine: its measurement failed")
@@ -439,30 +439,23 @@ def _costs(session: Session) -> Any:
 
 def _times(session: Session) -> dict[str, Any]:
     """Run the grid, and judge it as `moesim verify` does."""
-    kept = session.folder / VALIDATION
-
-    def save(validation: Any) -> None:
-        write_text(kept, json.dumps(validation.to_json()))
-
-    validation = run_cells(
+    verification = judged_cells(
+        session.folder,
         session.extent.plan,
         _costs(session),
+        lambda result: write_text(session.folder / VALIDATION, json.dumps(result)),
         # The mean of few drawn runs: time is for real ones.
         replications=2,
         stores=_stores(session, "grid"),
         minutes=session.left_minutes(),
-        journal=session.folder / _JOURNAL,
-        on_result=save,
         progress=lambda cell, share: session.report(f"runs/times: {cell}", share),
     )
-    save(validation)
-    (session.folder / _JOURNAL).unlink(missing_ok=True)
-    result = validation.to_json()
+    result = verification.result or {}
     columns = (
         *("policy", "cache_ratio", "batch", "tpot_measured_s", "means_tpot_s"),
         *("tpot_error", "ttft_error", "noise_floor", "timing_free", "decisions_equal"),
     )
-    return verdict_of(session.extent.plan, result).to_json() | {
+    return verification.to_json() | {
         "whole_error": result["tpot_error_median"],
         "first_token_error": result["ttft_error_median"],
         "repetitions": result["noise_floor"],

@@ -269,7 +269,7 @@ def verify(
         return max(0.0, minutes - (time.monotonic() - begin_s) / 60.0)
 
     try:
-        profile = _calibrated(
+        profile = calibrated(
             folder,
             plan,
             seed=seed,
@@ -285,56 +285,87 @@ def verify(
         words = f"cannot tell: {reason}; run it again while nothing else runs"
         return _finished(folder, Verification(None, words, {}, None))
 
+    verification = judged_cells(
+        folder,
+        plan,
+        profile,
+        save,
+        seed=seed,
+        minutes=left_minutes(),
+        progress=lambda part, share: progress(
+            part, _CALIBRATION_SHARE + (1.0 - _CALIBRATION_SHARE) * share
+        ),
+    )
+    return _finished(folder, verification)
+
+
+def judged_cells(
+    folder: Path,
+    plan: Plan,
+    profile: HardwareProfile,
+    save: Callable[[dict[str, Any]], object],
+    **options: Any,
+) -> Verification:
+    """Run all cells of a plan, behind those that an earlier call has run, and judge.
+
+    Args:
+        folder: of the journal of finished runs.
+        plan: cells and aims.
+        profile: predicts.
+        save: writes a report of what there is so far.
+        options: those of `grid.validate`.
+    """
+
     def report(validation: Validation) -> None:
         save(validation.to_json())
 
     validation = run_cells(
-        plan,
-        profile,
-        seed=seed,
-        minutes=left_minutes(),
-        journal=folder / JOURNAL,
-        on_result=report,
-        progress=lambda part, share: progress(
-            part, _CALIBRATION_SHARE + (1.0 - _CALIBRATION_SHARE) * share
-        ),
+        plan, profile, journal=folder / JOURNAL, on_result=report, **options
     )
     result = validation.to_json()
     verification = verdict_of(plan, result)
     save(result | {"verdict": verification.words})
     (folder / JOURNAL).unlink(missing_ok=True)
-    return _finished(folder, verification)
+    return verification
 
 
-def _calibrated(
+def calibrated(
     folder: Path,
     plan: Plan,
     *,
-    seed: int,
-    minutes: float,
-    progress: Callable[[str, float], None],
+    progress: Callable[[str, float], None] = lambda _part, _share: None,
+    **options: Any,
 ) -> HardwareProfile:
-    """The profile of an earlier call where it is this machine's, else a new one."""
+    """The profile of an earlier call where it is this machine's, else a new one.
+
+    Args:
+        folder: of the profiles.
+        plan: whose sizes the experts have.
+        progress: called with what is done next and the share that is done.
+        options: those of `calibrate.calibrate`.
+    """
     from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
-    calibrated = folder / CALIBRATED
-    if calibrated.exists():
-        profile = load_profile(calibrated)
-        if not machine_differences(profile):
-            return profile
+    place = folder / CALIBRATED
+    if is_of_this_machine(place):
+        return load_profile(place)
     machine = folder / MACHINE
-    if not machine.exists() or machine_differences(load_profile(machine)):
+    if not is_of_this_machine(machine):
         progress("the machine's lanes", 0.0)
         measure(None, machine, quick=True)
     return calibrate(
-        calibrated,
+        place,
         shapes=plan.calibrated,
         quick=True,
         hw=machine,
-        seed=seed,
-        minutes=minutes,
         progress=progress,
+        **options,
     )
+
+
+def is_of_this_machine(place: Path) -> bool:
+    """Whether there is a profile, and of this machine."""
+    return place.exists() and not machine_differences(load_profile(place))
 
 
 def verdict_of(plan: Plan, result: dict[str, Any]) -> Verification:
