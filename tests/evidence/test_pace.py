@@ -2,15 +2,13 @@
 divided out; where they did not change, nothing is.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from support.calibrating import sized
+from support.calibrating import DATE, sized
 
+from moesim.evidence.validation.calibrate import learn
 from moesim.evidence.validation.paired_runs import designs, simulate
 from moesim.hwprofiles.calibration.estimates import pace_at_times, pace_of_runs
-from moesim.hwprofiles.calibration.observations import DesignedRun, Spans
 from moesim.hwprofiles.profile import load_profile
 
 RUNS = 4
@@ -62,17 +60,18 @@ def test_runs_between_two_times_lie_between_their_paces_by_hand():
     assert pace == pytest.approx([2.0, 8.0, 16.0, 16.0])
 
 
-def test_operations_of_a_slower_run_are_seen_at_the_usual_pace():
-    """Else costs would be learned from what others did."""
+def test_costs_are_learned_at_the_usual_pace():
+    """Else what others did would be taken for the machine's."""
     machine = load_profile("two-core-host")
     shape = sized("olmoe-1b-7b/4")
-    trial = designs(shape, quick=True)[2].trial
-    known = {"assignment": "x", "context_tokens": [9] * len(trial.steps)}
-    run = DesignedRun(
-        simulate(trial, shape, machine), shape, workers=machine.workers, **known
+    runs = [
+        (shape, design.trial, simulate(design.trial, shape, machine))
+        for design in designs(shape, quick=True)[2:5]
+    ]
+    measured_s, usual_s = (
+        learn(runs, machine, date=DATE, name="x", pace=[pace] * 3)
+        .curves["costs.gpu.points"]
+        .seconds
+        for pace in (1.0, 1.25)
     )
-    slower = replace(run, pace=1.25)
-    seconds, usual_s = (
-        Spans([each]).table["seconds"].to_numpy() for each in (run, slower)
-    )
-    assert usual_s == pytest.approx(seconds / 1.25)
+    assert usual_s == pytest.approx(np.array(measured_s) / 1.25, rel=1e-6)

@@ -451,6 +451,35 @@ def test_rivals_are_those_that_the_paper_names(record, policies):
     assert {run.policy for each in asked for run in each.runs} == policies
 
 
+def test_averages_run_every_length_that_the_paper_states():
+    (question,) = [
+        each
+        for each in questions.questions(["HybriMoE"])
+        if each.record.metric == "speedup_vs_kTransformers_avg"
+        and each.record.setting["phase"] == "prefill"
+    ]
+    prompts = {run.workload.prompt for run in question.runs}
+    assert prompts == {32, 128, 512, 1024}
+
+
+def test_daop_calibrates_on_decode_steps():
+    """Its section IV-A; a calibration with prompts is another one."""
+    runs = {run for each in questions.questions(["DAOP"]) for run in each.runs}
+    warm = [run for run in runs if run.warm]
+    assert warm
+    assert {run.calibration.prompt for run in warm} == {0}
+
+
+def test_kernels_of_table_4_are_exchanged():
+    """The anchor may be KTransformers' own; llama.cpp's are then as much slower."""
+    again = questions.exchanged(questions.questions(["DALI"]))
+    changed = again["KTransformers' kernels in table 4"].values()
+    runs = {run for (each,) in changed for run in each.runs}
+    assert "dali-ktransformers" not in {run.policy for run in runs}
+    slower = {run.policy: dict(run.numbers) for run in runs if run.numbers}
+    assert slower == {"layer-wise": {"costs.cpu.flops_per_s": 1.9e11 / 1.25}}
+
+
 def test_ratios_are_of_figures_that_something_decides():
     """An upper bound, a share that unpublished seconds decide, and a baseline beside
     itself tell nothing; a figure of the wrong sign is far off.

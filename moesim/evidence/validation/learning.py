@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass, replace
-from math import log
+from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -284,26 +284,33 @@ def refined(
     """
     numbers = dict(profile.numbers)
     curves = dict(profile.curves)
-    control = {JOIN: paths.JOIN, FIRST_OPERATION: paths.FIRST_OPERATION}
     for part, of_part in factors.items():
-        if part in _BY_TOKENS:
-            # Both sizes alike: a size between them moves by as much.
-            for small in (False, True):
-                path = paths.points(part, small=small)
-                if path in curves:
-                    curves[path] = _improved(curves[path], of_part, date)
-            continue
-        (only,) = of_part
-        if part.startswith(PLANNING):
-            policy = part.removeprefix(PLANNING)
-            numbers |= _planning(numbers, policy, only, date)
-            continue
-        numbers |= _scaled(numbers, control.get(part) or paths.link(part), only, date)
-        path = paths.points(part)
-        if path in curves:
-            by = _towards(curves[path], only)
-            curves[path] = _moved(curves[path], by, only.samples, date)
+        constants = _constants(part)
+        if part.startswith(PLANNING) and constants[0] not in numbers:
+            # A policy that no calibration saw starts as all together do.
+            default = paths.planning(paths.DEFAULT_POLICY)
+            numbers |= {
+                path: replace(numbers[general], samples=0)
+                for path, general in zip(constants, default, strict=True)
+                if general in numbers
+            }
+        for path in numbers.keys() & constants:
+            # A rate falls where seconds grow.
+            sign = -1 if path.endswith("_per_s") else 1
+            numbers[path] = _improved(numbers[path], of_part, date, sign)
+        # Both sizes alike: a size between them moves by as much.
+        points = {paths.points(part, small=small) for small in (False, True)}
+        for path in curves.keys() & points:
+            curves[path] = _improved(curves[path], of_part, date)
     return replace(profile, numbers=numbers, curves=curves, date=date)
+
+
+def _constants(part: str) -> tuple[str, ...]:
+    """Constants of one formula, all moved alike: their ratios stay as calibrated."""
+    if part.startswith(PLANNING):
+        return paths.planning(part.removeprefix(PLANNING))
+    control = {JOIN: paths.JOIN, FIRST_OPERATION: paths.FIRST_OPERATION}
+    return () if part in _BY_TOKENS else control.get(part) or paths.link(part)
 
 
 def share_of_new(new: int, old: int | None) -> float:
@@ -312,15 +319,19 @@ def share_of_new(new: int, old: int | None) -> float:
     return new / (new + remembered)
 
 
-def _towards(entry: Quantity | Curve, factor: Factor) -> float:
-    """Factor by which an entry moves."""
-    return float(factor.factor ** share_of_new(factor.samples, entry.samples))
-
-
-def _moved(entry: Entry, by: float | np.ndarray, samples: int, date: str) -> Entry:
-    """An entry that is so many times what it was, each point of a curve by its own
-    factor.
+def _improved(
+    entry: Entry, factors: Sequence[Factor], date: str, sign: int = 1
+) -> Entry:
+    """Move an entry by a factor, to the power of `sign`; each point of a curve over
+    tokens by the factor of its tokens: between two that were seen by both. Beyond them
+    it stays as it was calibrated.
     """
+    logs: list[float] = [
+        sign * share_of_new(factor.samples, entry.samples) * log(factor.factor)
+        for factor in factors
+    ]
+    by: Any = exp(logs[0])
+    samples = min(factor.samples for factor in factors)
     known: dict[str, Any] = {
         "kind": "measured",
         # Once is enough, however often it is improved.
@@ -329,55 +340,18 @@ def _moved(entry: Entry, by: float | np.ndarray, samples: int, date: str) -> Ent
         "date": date,
     }
     if isinstance(entry, Curve):
+        if factors[0].tokens:
+            seen: list[float] = [log(factor.tokens) for factor in factors]
+            seen_at = [seen[0] - _FADES, *seen, seen[-1] + _FADES]
+            by = np.exp(np.interp(np.log(entry.at), seen_at, [0.0, *logs, 0.0]))
         seconds = tuple((by * np.array(entry.seconds)).tolist())
         spread = tuple((by * np.array(entry.spread)).tolist()) if entry.spread else ()
         return replace(entry, seconds=seconds, spread=spread, **known)
-    value = entry.value * float(by)
+    value = entry.value * by
     low, high = entry.interval or (entry.value, entry.value)
-    interval = interval_around(value, low * float(by), high * float(by))
-    spread = (entry.spread or 0.0) * float(by)
+    interval = interval_around(value, low * by, high * by)
+    spread = (entry.spread or 0.0) * by
     return replace(entry, value=value, spread=spread, interval=interval, **known)
-
-
-def _scaled(
-    numbers: Mapping[str, Quantity], constants: Iterable[str], factor: Factor, date: str
-) -> dict[str, Quantity]:
-    """Constants of one formula, all moved alike: their ratios stay as calibrated."""
-    moved = {}
-    for path in constants:
-        if path in numbers:
-            by = _towards(numbers[path], factor)
-            # A rate falls where seconds grow.
-            by = 1.0 / by if path.endswith("_per_s") else by
-            moved[path] = _moved(numbers[path], by, factor.samples, date)
-    return moved
-
-
-def _planning(
-    numbers: Mapping[str, Quantity], policy: str, factor: Factor, date: str
-) -> dict[str, Quantity]:
-    """Planning of one policy; what no calibration saw starts as all together do."""
-    constants = paths.planning(policy)
-    if constants.base_s in numbers:
-        return _scaled(numbers, constants, factor, date)
-    default = paths.planning(paths.DEFAULT_POLICY)
-    named = {
-        path: replace(numbers[general], samples=0)
-        for path, general in zip(constants, default, strict=True)
-        if general in numbers
-    }
-    return _scaled(named, constants, factor, date)
-
-
-def _improved(curve: Curve, factors: Sequence[Factor], date: str) -> Curve:
-    """Move each point by the factor of its tokens: between two that were seen by both.
-    Beyond them it stays as it was calibrated.
-    """
-    seen_at = [log(factor.tokens) for factor in factors]
-    seen_at = [seen_at[0] - _FADES, *seen_at, seen_at[-1] + _FADES]
-    logs = [0.0, *(log(_towards(curve, factor)) for factor in factors), 0.0]
-    by = np.exp(np.interp(np.log(curve.at), seen_at, logs))
-    return _moved(curve, by, min(factor.samples for factor in factors), date)
 
 
 JOIN: Final = "join"
