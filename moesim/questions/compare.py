@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from moesim.runs.sweeps.rows import as_frame, as_table, observed
 from moesim.runs.sweeps.sweep import configs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import pandas as pd
 
@@ -131,12 +132,12 @@ def compare(
     options |= {name: value for name, value in places.items() if value is not None}
     plan = planned(configs_of(config, options))
     _check(plan, open_trace)
-    tasks = [_Task(point, _folder(out, plan, point), keep) for point in plan.points]
+    tasks = [(point, _folder(out, plan, point)) for point in plan.points]
 
     results: dict[int, tuple[dict[str, Any], Run]] = {}
     try:
         run_tasks(
-            _carry_out,
+            partial(_carry_out, keep),
             tasks,
             results.__setitem__,
             jobs=jobs,
@@ -145,68 +146,80 @@ def compare(
         )
     except BaseException:
         # Processes that were killed could not clear up after themselves.
-        for task in tasks:
-            if task.out is not None:
-                remove_leftovers(task.out, older_s=0)
+        for _, folder in tasks:
+            if folder is not None:
+                remove_leftovers(folder, older_s=0)
         raise
-    rows = [results[place][0] for place in range(len(tasks))]
+    rows, replayed = zip(*(results[n] for n in range(len(tasks))), strict=True)
     frame = as_frame(as_table(rows), axes=plan.axes, details=True)
     where = [name for name in plan.axes if name not in CHOICES]
     competing = competing_axes(plan.axes)
-    keys = [
-        (*(axis_value(name, row[name]) for name in where), candidate(row, competing))
-        for row in frame.to_dict("records")
-    ]
-    runs = {
-        key if where else key[-1]: results[place][1] for place, key in enumerate(keys)
-    }
+    runs: dict[Any, Run] = {}
+    for row, run in zip(frame.to_dict("records"), replayed, strict=True):
+        cell = [axis_value(name, row[name]) for name in where]
+        name = candidate(row, competing)
+        runs[(*cell, name) if cell else name] = run
     table = ranking(frame)
     if not where:
-        begun_full = _warm_starts(tasks, runs, open_trace)
-        table["warm_tpot_s"] = table["candidate"].map(begun_full).astype(float)
-        # Of a ranking the bound says how far the fastest could still go; one that sees
-        # the future is a bound itself.
-        for name in table.loc[table["fastest"], "candidate"]:
-            task = tasks[list(runs).index(name)]
-            runs[name].bound = bound_of(task.config())
+        _judge(plan, runs, table, open_trace)
     return Comparison(table, runs, frame)
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """One replay of a comparison."""
+def _judge(
+    plan: Plan, runs: Mapping[str, Run], table: pd.DataFrame, trace: Trace
+) -> None:
+    """Bound the fastest run of one setting; add time per token of runs that spent much
+    of their copies on an empty cache, had it been full of this very trace's most used
+    experts.
+    """
+    warm_s = {}
+    for point, (name, run) in zip(plan.points, runs.items(), strict=False):
+        # One that sees the future is no rival, and a bound itself.
+        if run.config["oracle"]:
+            continue
+        config = _config(point, point.trace)
+        filling = run.metrics["filling_share"] or 0.0
+        if config.warm is None and filling > STILL_FILLING:
+            warm = replay(config.replaced(warm=trace), keep=False)
+            warm_s[name] = warm.metrics["tpot_s"]
+        if name in table.loc[table["fastest"], "candidate"].tolist():
+            run.bound = bound_of(config)
+    table["warm_tpot_s"] = table["candidate"].map(warm_s).astype(float)
 
-    point: Point
-    out: Path | None
-    keep: bool
 
-    def config(self) -> RunConfig:
-        point = self.point
-        return point.config.replaced(trace=point.trace, hw=point.profile)
+def _config(point: Point, trace: str | Trace) -> RunConfig:
+    return point.config.replaced(trace=trace, hw=point.profile)
 
 
 def _carry_out(
-    task: _Task, progress: Callable[[float], None]
+    keep: bool,
+    task: tuple[Point, Path | None],
+    progress: Callable[[float], None],
 ) -> tuple[dict[str, Any], Run]:
-    """Replay one task; its row, and the run."""
-    config, _ = opened(task.config())
-    return observed(task.point, config, progress, out=task.out, keep=task.keep)
+    """Replay one point into a folder; its row, and the run."""
+    point, folder = task
+    config, _ = opened(_config(point, point.trace))
+    return observed(point, config, progress, out=folder, keep=keep)
+
+
+def _words(plan: Plan, point: Point) -> dict[str, str]:
+    """Values of the axes at a point, as they are called."""
+    values = {name: getattr(point.config, name) for name in plan.axes}
+    if "hw" in values:
+        values["hw"] = point.profile.name
+    return {name: axis_value(name, value) for name, value in values.items()}
 
 
 def _folder(out: str | Path | None, plan: Plan, point: Point) -> Path | None:
     """Of a run: named after what there is more than one of, and its policy."""
     if out is None:
         return None
-    values = {"hw": point.profile.name}
-    digests = {each.profile.digest for each in plan.points}
-    if len(digests) > len({each.profile.name for each in plan.points}):
-        values["hw"] += f"_{point.profile.digest:.6}"
-    names = [
-        axis_value(name, values.get(name, getattr(point.config, name)))
-        for name in plan.axes
-        if name != "policy"
-    ]
-    return Path(out, *map(folder_name, [*names, point.config.policy]))
+    words = _words(plan, point)
+    profiles = [each.profile for each in plan.points]
+    if len({each.digest for each in profiles}) > len({each.name for each in profiles}):
+        words["hw"] += f"_{point.profile.digest:.6}"
+    words.pop("policy", None)
+    return Path(out, *map(folder_name, [*words.values(), point.config.policy]))
 
 
 def _check(plan: Plan, trace: Trace) -> None:
@@ -217,16 +230,10 @@ def _check(plan: Plan, trace: Trace) -> None:
     """
     refused: dict[str, ValueError] = {}
     for point in plan.points:
-        config = point.config.replaced(trace=trace, hw=point.profile)
         try:
-            check(config)
+            check(_config(point, trace))
         except ValueError as error:
-            names = {"hw": point.profile.name}
-            values = (
-                axis_value(name, names.get(name, getattr(config, name)))
-                for name in plan.axes
-            )
-            refused[", ".join(values)] = error
+            refused[", ".join(_words(plan, point).values())] = error
     if not refused:
         return
     first, *_ = refused.values()
@@ -234,24 +241,6 @@ def _check(plan: Plan, trace: Trace) -> None:
         raise first
     each = "; ".join(f"{where}: {error}" for where, error in refused.items())
     raise PolicyError(f"{len(refused)} of {len(plan.points)} cannot run: {each}")
-
-
-def _warm_starts(
-    tasks: Sequence[_Task], runs: dict[Any, Run], trace: Trace
-) -> dict[str, float | None]:
-    """Time per token of runs that spent much of their copies on an empty cache, had it
-    been full of this very trace's most used experts.
-    """
-    begun_full = {}
-    for task, (name, run) in zip(tasks, runs.items(), strict=False):
-        filling = run.metrics["filling_share"] or 0.0
-        # One that sees the future is no rival.
-        if run.config["oracle"] or task.point.config.warm is not None:
-            continue
-        if filling > STILL_FILLING:
-            warm = replay(task.config().replaced(warm=trace), keep=False)
-            begun_full[name] = warm.metrics["tpot_s"]
-    return begun_full
 
 
 def check(config: RunConfig) -> None:

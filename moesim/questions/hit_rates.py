@@ -85,7 +85,10 @@ def hits_answer(rates: pd.DataFrame) -> Answer:
     Args:
         rates: of `hit_rates`.
     """
-    oracles = _oracles(rates)
+    # Here, since the registry scans all policies, which counting does not need.
+    from moesim.policies.registry import resolve  # noqa: PLC0415
+
+    oracles = [str(name) for name in rates if resolve(str(name), "cache").oracle]
     largest = rates.index.max()
     causal = rates.drop(columns=oracles).loc[largest]
     sentence = "every cache sees the future, so none is a rival"
@@ -100,9 +103,18 @@ def hits_answer(rates: pd.DataFrame) -> Answer:
             f"{', '.join(oracles)}: sees the future; no bound for batches, nor for"
             " caches that start filled or copy what nobody missed"
         )
-    table = rates.T.rename_axis("cache").reset_index()
-    table.columns = table.columns.map(str)
+    by_size = rates.rename(index=str)
     sizes = [Column(str(r), f"{100 * r:.4g} %", "share") for r in rates.index]
+    rows = rates.melt(ignore_index=False, var_name="cache", value_name="rate")
+    # The whole range, so that figures of two traces can lie side by side.
+    figure = Figure(
+        rows.reset_index(),
+        Axis("cache_ratio", "cache, share of all experts", ".0%"),
+        Axis("rate", "hit rate of active experts", ".0%", limits=(0, 1)),
+        "Hit rate of every cache over its size",
+        series="cache",
+        dashed=frozenset(oracles),
+    )
     model = rates.attrs["model"]
     return Answer(
         question="how often would each cache hit?",
@@ -111,37 +123,14 @@ def hits_answer(rates: pd.DataFrame) -> Answer:
             ("model", f"{model}, {rates.attrs['experts']}"),
             ("machine", "none takes part"),
         ],
-        tables=[Listing(table, [column("cache"), *sizes])],
+        tables=[
+            Listing(
+                by_size.T.rename_axis("cache").reset_index(), [column("cache"), *sizes]
+            )
+        ],
         sentences=[sentence],
         notes=notes,
-        figures={"hits": lambda: _figure(rates)},
-        data={
-            "hit_rates": {
-                str(name): dict(zip(map(str, rates.index), rates[name], strict=True))
-                for name in rates
-            }
-        },
+        figures={"hits": figure},
+        data={"hit_rates": by_size.to_dict()},
         sources={"trace": rates.attrs["trace"]},
-    )
-
-
-def _oracles(rates: pd.DataFrame) -> list[str]:
-    # Here, since the registry scans all policies, which counting does not need.
-    from moesim.policies.registry import resolve  # noqa: PLC0415
-
-    return [str(name) for name in rates.columns if resolve(str(name), "cache").oracle]
-
-
-def _figure(rates: pd.DataFrame) -> Figure:
-    rows = rates.melt(ignore_index=False, var_name="cache", value_name="rate")
-    oracles = _oracles(rates)
-    # The whole range, so that figures of two traces can lie side by side.
-    return Figure(
-        rows.reset_index(),
-        Axis("cache_ratio", "cache, share of all experts", ".0%"),
-        Axis("rate", "hit rate of active experts", ".0%", limits=(0, 1)),
-        "Hit rate of every cache over its size"
-        + ("; dashed: sees the future" if oracles else ""),
-        series="cache",
-        dashed=frozenset(oracles),
     )

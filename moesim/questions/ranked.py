@@ -340,23 +340,17 @@ def _winners(table: pd.DataFrame) -> Listing:
 
 def _how_often(table: pd.DataFrame) -> Listing:
     """A row for each policy: how often it wins, and how far behind it is elsewhere."""
-    cells: list[str] = table.attrs["cells"]
-    ties = table.groupby(cells, dropna=False)["tied"].transform("sum")
-    rows = table.assign(
-        alone=table["tied"] & (ties == 1), shared=table["tied"] & (ties > 1)
+    frame = table.groupby("candidate", sort=False).agg(
+        tied=("tied", "sum"), median=("behind", "median"), worst=("behind", "max")
     )
-    kept = {"alone": "sum", "shared": "sum", "median": "median", "worst": "max"}
-    rows = rows.assign(median=rows["behind"], worst=rows["behind"])
-    frame = rows.groupby("candidate", sort=False).agg(kept)
     columns = [
         column("candidate"),
-        Column("alone", "fastest"),
-        Column("shared", "tied"),
+        Column("tied", "fastest or tied"),
         Column("median", "behind, median", "share"),
         Column("worst", "behind, worst", "share"),
     ]
     frame = frame.sort_values("median", kind="stable").reset_index()
-    count = len(table[cells].drop_duplicates())
+    count = len(table[table.attrs["cells"]].drop_duplicates())
     return Listing(frame, columns, title=f"How often, of {count} settings")
 
 

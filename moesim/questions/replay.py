@@ -104,57 +104,84 @@ def error_of(run: Run) -> float | None:
 
 
 # The three hit rates differ by tens of points in one run, so each is named.
-_FACTS = {
-    "hit rate": "{hit_rate_active} of active experts, {hit_rate_gpu} of GPU-assigned"
-    " ones, {hit_rate_token} weighted by tokens",
-    "accesses": "{accesses}: {hits} hits, {delayed_hits} delayed, {misses} misses",
-    "planning": "{planning_s} of {makespan_s}, {planning_share}",
-    "prefetch": "{prefetched} copies, {prefetch_accuracy} of them used",
-    "requests": "{requests} served",
-    "first token, by request": "50 % within {ttft_p50_s}, 95 % within {ttft_p95_s},"
-    " 99 % within {ttft_p99_s}",
-    "per token, by request": "50 % within {tpot_p50_s}, 95 % within {tpot_p95_s},"
-    " 99 % within {tpot_p99_s}",
-    "limits": "{slo_attainment} within them, {goodput_per_s} such requests/s",
-    "energy": "{energy_j}, {tokens_per_kj} tokens per kJ",
-    "routing": "{routing}: counterfactual, {gate_mass_kept} of the gate mass kept",
-}
-"""What is said of a run, in words with metrics in their places."""
+_FACTS = (
+    (
+        "hit rate",
+        "accesses",
+        (
+            "{hit_rate_active} of active experts, {hit_rate_gpu} of GPU-assigned ones,"
+            " {hit_rate_token} weighted by tokens"
+        ),
+    ),
+    (
+        "accesses",
+        "accesses",
+        "{accesses}: {hits} hits, {delayed_hits} delayed, {misses} misses",
+    ),
+    ("planning", "makespan_s", "{planning_s} of {makespan_s}, {planning_share}"),
+    (
+        "prefetch",
+        "prefetch_accuracy",
+        "{prefetched} copies, {prefetch_accuracy} of them used",
+    ),
+    ("requests", "requests", "{requests} served"),
+    (
+        "first token, by request",
+        "requests",
+        "50 % within {ttft_p50_s}, 95 % within {ttft_p95_s}, 99 % within {ttft_p99_s}",
+    ),
+    (
+        "per token, by request",
+        "requests",
+        "50 % within {tpot_p50_s}, 95 % within {tpot_p95_s}, 99 % within {tpot_p99_s}",
+    ),
+    (
+        "limits",
+        "slo_attainment",
+        "{slo_attainment} within them, {goodput_per_s} such requests/s",
+    ),
+    ("energy", "energy_j", "{energy_j}, {tokens_per_kj} tokens per kJ"),
+    (
+        "routing",
+        "altered",
+        "{routing}: counterfactual, {gate_mass_kept} of the gate mass kept",
+    ),
+    (
+        "answers",
+        "early",
+        "approximate: experts start one layer early, or join one layer late",
+    ),
+)
+"""What is said of a run, the metric without which it is not said, and the words with
+metrics in their places.
+"""
 
 
 def _result_facts(
     metrics: Mapping[str, Any], error: float | None
 ) -> list[tuple[str, str]]:
     """How fast it was, what was hit, and whatever else there is to say."""
-    # Measured runs have no arrivals.
-    served = metrics.get("requests") or {}
+    known = {
+        **metrics,
+        # Measured runs have no arrivals.
+        **(metrics.get("requests") or {}),
+        "altered": None if metrics["routing"] == "recorded" else "yes",
+        "early": metrics["approximate"] or None,
+    }
     words = {
         name: column(name).cell(value)
-        for name, value in {**metrics, **served}.items()
+        for name, value in known.items()
         if not isinstance(value, dict)
     }
-    says_nothing = {
-        "prefetch": not metrics["prefetched"],
-        "limits": served.get("slo_attainment") is None,
-        "energy": metrics["energy_j"] is None,
-        "routing": metrics["routing"] == "recorded",
-    }
-    if not served:
-        of_requests = ("requests", "first token, by request", "per token, by request")
-        says_nothing |= dict.fromkeys(of_requests, True)
-    facts = [
+    return [
         ("first token", _speed(metrics, "ttft_s", "prefill", error)),
         ("per token", _speed(metrics, "tpot_s", "decode", error)),
         *(
             (name, text.format_map(words))
-            for name, text in _FACTS.items()
-            if not says_nothing.get(name)
+            for name, needed, text in _FACTS
+            if known.get(needed) is not None
         ),
     ]
-    if metrics["approximate"]:
-        early = "experts start one layer early, or join one layer late"
-        facts.append(("answers", f"approximate: {early}"))
-    return facts
 
 
 def _lanes(run: Run) -> Listing:

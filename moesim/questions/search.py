@@ -13,12 +13,13 @@ import time
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from moesim.base.options import ConfigError, option_of
 from moesim.base.text import unknown
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import parameters, split_policies
 from moesim.policies.registry import find
-from moesim.questions.ranked import axis_value
 from moesim.reporting.answers import Answer
 from moesim.reporting.parts import Column, Listing, column, records
 from moesim.runs.config import RunConfig, takes_options
@@ -30,8 +31,6 @@ from moesim.traces.timeline.metrics import LARGER
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-
-    import pandas as pd
 
     from moesim.traces.format.reader import Trace
 
@@ -96,7 +95,6 @@ def search(
         ImportError: without Optuna.
     """
     import optuna  # noqa: PLC0415 - an extra
-    import pandas as pd  # noqa: PLC0415 - half a second
 
     names = [objectives] if isinstance(objectives, str) else list(objectives)
     known = directions()
@@ -291,35 +289,25 @@ def search_answer(proposals: pd.DataFrame) -> Answer:
     """
     objectives: list[str] = proposals.attrs["objectives"]
     left_out = proposals.attrs.get("left_out")
-    # Optuna draws sixteen digits, of which nobody reads more than four.
-    shown = proposals.map(
-        lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
-    )
-    chosen = [n for n in proposals.columns if n not in (*objectives, "best", "digest")]
-    best = int(proposals["best"].sum())
-    first = shown.iloc[0]
+    first = proposals.iloc[0]
+    shown = [column(str(n)) for n in proposals if n not in ("best", "digest")]
     words = ", ".join(
-        f"{column(name).head} {axis_value(name, first[name])}"
-        for name in chosen
-        if first[name] is not None
+        f"{each.head} {each.cell(first[each.name])}"
+        for each in shown
+        if not pd.isna(first[each.name])
     )
-    reached = ", ".join(
-        f"{each.head} {each.cell(first[each.name])}" for each in map(column, objectives)
-    )
-    table = shown.head(MOST_SHOWN)
-    for name in chosen:
-        table[name] = [axis_value(name, value) for value in table[name].astype(object)]
-        table[name] = table[name].replace("default", "-")
+    best = int(proposals["best"].sum())
     notes = [f"nothing beats {best} of {len(proposals)} runs that were replayed"]
     if left_out:
         notes.append(f"left out: {left_out} proposals that did not fit the time")
-    columns = [Column(name, column(name).head) for name in chosen]
-    columns += [*map(column, objectives), Column("best", "unbeaten")]
     return Answer(
         question=f"which run is best by {', '.join(objectives)}?",
         subject="",
-        tables=[Listing(table, columns)],
-        sentences=[f"best: {words}; {reached}"],
+        tables=[
+            Listing(proposals.head(MOST_SHOWN), [*shown, Column("best", "unbeaten")])
+        ],
+        sentences=[f"best: {words}"],
         notes=notes,
+        all_rows=proposals,
         data={"table": records(proposals)},
     )

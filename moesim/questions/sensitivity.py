@@ -10,7 +10,7 @@ not know.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +23,7 @@ from moesim.hwprofiles.schema import lower_bound
 from moesim.questions.hit_rates import hit_rates
 from moesim.questions.replay import cache_words
 from moesim.reporting.answers import Answer
-from moesim.reporting.parts import HEADS, Column, Listing
+from moesim.reporting.parts import HEADS, Column, Listing, column
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, opened, profile_of
@@ -78,12 +78,11 @@ class Sensitivity:
 
     def answer(self) -> Answer:
         """Say whether what calibration could not know decides who is fastest."""
-        changes = self.to_json()["winner_changes"]
+        figures = self.to_json()
+        changes = ", ".join(figures["winner_changes"])
         sentence = f"{self.winner} stays the fastest wherever a constant lies"
         if changes:
-            sentence = (
-                f"{self.winner} is the fastest, unless {', '.join(changes)} differ"
-            )
+            sentence = f"{self.winner} is the fastest, unless {changes} differ"
         # Rows are sorted by tokens: the first one is where fetching begins to pay.
         fetched = [row["tokens"] for row in self.break_even if row["fetch"]]
         since = f"never, up to {_TOKENS[-1]} tokens"
@@ -93,13 +92,8 @@ class Sensitivity:
             f"{share} times that: {percent(rate or 0.0)}"
             for share, rate in self.cliff["hit_rate"].items()
         )
-        first = sorted(self.baseline_s.items(), key=lambda item: item[1])
-        times = pd.DataFrame(first, columns=["policy", "seconds"])
-        tables = [Listing(times, _TIMES)]
-        if self.constants:
-            moved = pd.DataFrame(self.constants[:MOST_CONSTANTS])
-            title = "Constants, the most important first"
-            tables.append(Listing(moved, _CONSTANTS, title=title))
+        times = sorted(self.baseline_s.items(), key=lambda item: item[1])
+        constants = pd.DataFrame(self.constants[:MOST_CONSTANTS], columns=list(_MOVED))
         named = ("trace", "hw", "memory", "batch")
         return Answer(
             question="does it depend on what is not known of the machine?",
@@ -108,7 +102,14 @@ class Sensitivity:
                 *((HEADS.get(name, name), str(self.config[name])) for name in named),
                 ("steps", f"the first {self.config['steps']} forward passes"),
             ],
-            tables=tables,
+            tables=[
+                Listing(times, [Column("policy", "policy"), column("tpot_s")]),
+                Listing(
+                    constants,
+                    list(_MOVED.values()),
+                    title="Constants, the most important first",
+                ),
+            ],
             sentences=[sentence],
             notes=[
                 (
@@ -121,25 +122,16 @@ class Sensitivity:
                     f" all layers by its size: {rates}"
                 ),
             ],
-            data=self.to_json(),
+            data=figures,
         )
 
 
-_TIMES = [Column("policy", "policy"), Column("seconds", "per token", "s")]
-_CONSTANTS = [
-    Column("path", "constant"),
-    Column("effect", "changes times by", "share"),
-    Column("interval", "its interval is"),
-    Column("changes_winner", "changes the winner"),
-]
-
-
-class _Move(NamedTuple):
-    """One constant, and the profile with it at both ends of its range."""
-
-    path: str
-    assumed: bool
-    ends: list[HardwareProfile]
+_MOVED = {
+    "path": Column("path", "constant"),
+    "effect": Column("effect", "changes times by", "share"),
+    "interval": Column("interval", "its interval is"),
+    "changes_winner": Column("changes_winner", "changes the winner"),
+}
 
 
 @takes_options(RunConfig, without=["policy", "hw"])
@@ -173,23 +165,21 @@ def sensitivity(
     report_progress = progress or (lambda _path, _share: None)
 
     def times_s(machine: HardwareProfile) -> pd.Series[float]:
-        metrics = [
+        metrics = pd.DataFrame(
             replay(config.replaced(policy=name, hw=machine), keep=False).metrics
             for name in policies
-        ]
-        seconds = [each["tpot_s"] for each in metrics]
-        if not all(seconds):
-            seconds = [each["makespan_s"] for each in metrics]
-        return pd.Series(seconds, list(policies), float)
+        ).set_axis(list(policies))
+        measure = "tpot_s" if metrics["tpot_s"].notna().all() else "makespan_s"
+        return metrics[measure].astype(float)
 
     baseline_s = times_s(profile)
     winner = str(baseline_s.idxmin())
     moves = list(_moves(profile))
     constants: list[dict[str, Any]] = []
-    for number, move in enumerate(moves):
-        report_progress(move.path, number / len(moves))
+    for number, (path, is_measured, ends) in enumerate(moves):
+        report_progress(path, number / len(moves))
         # One constant at a time: what two of them do together stays unseen.
-        moved_s = pd.DataFrame([times_s(machine) for machine in move.ends])
+        moved_s = pd.DataFrame(map(times_s, ends))
         effect = float((moved_s / baseline_s - 1.0).abs().to_numpy().max())
         # Most constants are of operations that these policies never do.
         if effect < _TINY_EFFECT:
@@ -197,8 +187,8 @@ def sensitivity(
         winners: list[Any] = moved_s.idxmin(axis=1).tolist()
         constants.append(
             {
-                "path": move.path,
-                "interval": "assumed" if move.assumed else "measured",
+                "path": path,
+                "interval": "measured" if is_measured else "assumed",
                 "effect": effect,
                 "winners": winners,
                 "changes_winner": set(winners) != {winner},
@@ -227,38 +217,38 @@ def sensitivity(
     )
 
 
-def _moves(profile: HardwareProfile) -> Iterator[_Move]:
-    """Move each constant that costs time."""
-    for path, quantity in profile.numbers.items():
-        costs_time = paths.below(path, paths.COSTS)
-        slows = paths.below(path, paths.CONTENTION)
-        # A zero has no size to be moved by.
-        if not (costs_time or slows) or not quantity.value:
-            continue
-        ends = [
-            replace(profile, numbers={**profile.numbers, path: end})
-            for end in _ends_of_number(path, quantity)
-        ]
-        yield _Move(path, quantity.interval is None, ends)
-
-    for path, curve in profile.curves.items():
-        ends = [
-            replace(profile, curves={**profile.curves, path: end})
-            for end in _ends_of_curve(curve)
-        ]
-        yield _Move(path, curve.samples is None, ends)
+def _moves(
+    profile: HardwareProfile,
+) -> Iterator[tuple[str, bool, list[HardwareProfile]]]:
+    """Each constant that costs time, whether its interval was measured, and the profile
+    with it at both ends.
+    """
+    for kind, ends_of in (("numbers", _ends_of_number), ("curves", _ends_of_curve)):
+        known: Any = getattr(profile, kind)
+        for path, constant in known.items():
+            is_measured, ends = ends_of(path, constant)
+            moved: list[dict[str, Any]] = [{kind: {**known, path: e}} for e in ends]
+            if moved:
+                yield path, is_measured, [replace(profile, **each) for each in moved]
 
 
-def _ends_of_number(path: str, quantity: Quantity) -> list[Quantity]:
-    """Both ends of a number's interval, or of the assumed one."""
+def _ends_of_number(path: str, quantity: Quantity) -> tuple[bool, list[Quantity]]:
+    """Both ends of a number's interval, or of the assumed one; none where it costs no
+    time.
+    """
+    costs_time = any(paths.below(path, of) for of in (paths.COSTS, paths.CONTENTION))
+    # A zero has no size to be moved by.
+    if not costs_time or not quantity.value:
+        return False, []
     margin = ASSUMED_SHARE * quantity.value
     ends = quantity.interval or (quantity.value - margin, quantity.value + margin)
     # An interval may reach below what the number can be.
     least = max(_LEAST, lower_bound(path).value)
-    return [replace(quantity, value=max(value, least), interval=None) for value in ends]
+    moved = [replace(quantity, value=max(end, least), interval=None) for end in ends]
+    return quantity.interval is not None, moved
 
 
-def _ends_of_curve(curve: Curve) -> list[Curve]:
+def _ends_of_curve(_path: str, curve: Curve) -> tuple[bool, list[Curve]]:
     """A curve moved as a whole: by the error of a mean of its samples, or by the
     assumed share.
     """
@@ -269,7 +259,8 @@ def _ends_of_curve(curve: Curve) -> list[Curve]:
         errors_s = 1.96 / 1.35 * np.array(curve.spread) / np.sqrt(curve.samples)
     # As a whole: errors of one machine's curve hardly cancel.
     moved_s = [np.maximum(seconds + each, _LEAST) for each in (-errors_s, errors_s)]
-    return [replace(curve, seconds=tuple(each.tolist())) for each in moved_s]
+    moved = [replace(curve, seconds=tuple(each.tolist())) for each in moved_s]
+    return curve.samples is not None, moved
 
 
 def break_even(profile: HardwareProfile, shape: ModelShape) -> list[dict[str, Any]]:
@@ -287,9 +278,14 @@ def break_even(profile: HardwareProfile, shape: ModelShape) -> list[dict[str, An
     gpu_s = costs.gpu_s(0, tokens)
     copy_s = costs.copy_s(0)
     table = pd.DataFrame(
-        {"tokens": tokens, "cpu_s": cpu_s, "copy_s": copy_s, "gpu_s": gpu_s}
+        {
+            "tokens": tokens,
+            "cpu_s": cpu_s,
+            "copy_s": copy_s,
+            "gpu_s": gpu_s,
+            "fetch": copy_s + gpu_s < cpu_s,
+        }
     )
-    table["fetch"] = copy_s + gpu_s < cpu_s
     rows: list[dict[Any, Any]] = table.to_dict("records")
     return rows
 

@@ -8,9 +8,10 @@ only; ``vl-convert`` brings Vega's script, which pages carry.
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import altair as alt
 import numpy as np
@@ -18,15 +19,11 @@ import pandas as pd
 
 from moesim.base.files import user_folder, write_text
 from moesim.reporting.figures import MOST_PANELS_ABREAST, PALETTE, QUIET
+from moesim.reporting.parts import records
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from moesim.reporting.figures import Axis, Figure
     from moesim.reporting.parts import Shown, Spans
-
-Spec = dict[str, Any]
-Columns = dict[str, list[Any]]
 
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"]
 WIDTH = 760
@@ -59,34 +56,15 @@ CONFIG = {
 """How figures of pages look; the page's script adds Vega's theme for dark paper."""
 
 
-class Chart(NamedTuple):
-    """A figure for a page.
+def interactive(shown: Shown) -> dict[str, Any]:
+    """Put a figure onto a page.
 
-    Attributes:
-        spec: Vega-Lite, without the rows.
-        data: columns by name, for each data source that `spec` names.
-        label: what it shows, in a sentence.
-        measures: columns and words that a reader can put onto the axis, the one that is
-            there first.
-        can_log: whether that axis can be logarithmic.
+    Returns:
+        ``spec``, Vega-Lite; ``data``, rows by the name that `spec` gives them;
+        ``label``, what it shows in a sentence; ``measures``, columns and words that a
+        reader can put onto the axis, the one that is there first; and ``can_log``,
+        whether that axis can be logarithmic.
     """
-
-    spec: Spec
-    data: Mapping[str, Columns]
-    label: str
-    measures: Mapping[str, str] = {}
-    can_log: bool = False
-
-    @classmethod
-    def of(cls, chart: Any, label: str, *more: Any) -> Chart:
-        """What Altair describes."""
-        spec = chart.properties(description=label).to_dict()
-        spec = {name: spec[name] for name in spec if name not in ("$schema", "config")}
-        return cls(spec, more[0], label, *more[1:])
-
-
-def interactive(shown: Shown) -> Chart:
-    """Put a figure onto a page."""
     figure, where = shown
     base: Any = alt.Chart(alt.NamedData("rows"))
     for column, choice in where.items():
@@ -121,40 +99,33 @@ def interactive(shown: Shown) -> Chart:
         chart = chart.properties(width=230, height=200)
         chart = chart.facet(facet=facet, columns=MOST_PANELS_ABREAST)
     else:
-        chart = chart.properties(width=WIDTH, height=_height(figure))
+        height = 28 * max(2, len(figure.y.order)) if figure.y.order else HEIGHT
+        chart = chart.properties(width=WIDTH, height=height)
     chart = chart.add_params(
         *(alt.param(name=each.name, value=each.value) for each in where.values())
     )
     offered = {axis.column: axis.words for axis in (figure.measured, *figure.measures)}
-    can_log = figure.mark in {"line", "point"} and not figure.lies
-    data = {"rows": columns_of(figure.rows[_used(shown)])}
     looks = {"line": "; dashed", "point": "; hollow"}.get(figure.mark)
-    future = f"{looks}: sees the future" if looks and figure.dashed else ""
-    return Chart.of(chart, figure.label + future, data, offered, can_log)
-
-
-def columns_of(frame: pd.DataFrame) -> Columns:
-    """A data frame as columns of what JSON can say."""
-    frame = frame.replace([np.inf, -np.inf], np.nan)
-    columns = frame.astype(object).where(frame.notna(), None)
-    return {str(name): columns[name].tolist() for name in frame}
-
-
-def _used(shown: Shown) -> list[Any]:
-    """The columns that a figure and its page need."""
-    figure = shown.figure
-    axes = (figure.x, figure.y, figure.measured, *figure.measures)
-    ends = (figure.low, figure.high, figure.start)
-    wanted = {
-        *(axis.column for axis in axes),
-        *(name for name, _, _ in figure.hover),
-        *(figure.series, figure.panel, figure.text, *ends),
-        *(*shown.where, "run"),
+    label = figure.label
+    if looks and figure.dashed:
+        label += f"{looks}: sees the future"
+    spec = chart.properties(description=label).to_dict()
+    words = json.dumps(spec)
+    used = [
+        name
+        for name in figure.rows
+        if f'"{name}"' in words or f"['{name}']" in words or name in {*offered, "run"}
+    ]
+    return {
+        "spec": spec,
+        "data": {"rows": records(figure.rows[used])},
+        "label": label,
+        "measures": offered,
+        "can_log": figure.mark in {"line", "point"} and not figure.lies,
     }
-    return [name for name in figure.rows if name in wanted]
 
 
-def timeline_chart(spans: Spans) -> Chart:
+def timeline_chart(spans: Spans) -> dict[str, Any]:
     """A timeline, whose rows the script of the page puts there as far as they are
     seen.
     """
@@ -185,8 +156,8 @@ def timeline_chart(spans: Spans) -> Chart:
     if spans.choice is not None:
         chart = chart.add_params(alt.param(name=spans.choice, value=""))
         chart = chart.properties(title=alt.TitleParams(alt.expr(spans.choice)))
-    empty: Columns = {name: [] for name in ("lane", "kind", "start", "end", "label")}
-    return Chart.of(chart, spans.label, {"spans": empty})
+    spec = chart.properties(description=spans.label).to_dict()
+    return {"spec": spec, "data": {"spans": []}, "label": spans.label}
 
 
 def _dragged(name: str, axes: Any, **options: Any) -> Any:
@@ -194,14 +165,6 @@ def _dragged(name: str, axes: Any, **options: Any) -> Any:
         name=name, encodings=axes, bind="scales",
         zoom="wheel![event.ctrlKey || event.metaKey]", **options,
     )  # fmt: skip
-
-
-def _height(figure: Figure) -> int:
-    if figure.lies:
-        return max(60, 28 * len(figure.y.order or ()))
-    if figure.mark == "cells":
-        return min(max(60, 9 * int(figure.rows[figure.y.column].nunique())), 400)
-    return HEIGHT
 
 
 def _layers(figure: Figure, base: Any) -> list[Any]:

@@ -57,17 +57,18 @@ def page_html(answer: Any) -> str:
 
 def _scripted(part: Any) -> dict[str, Any] | None:
     """What the page's script reads of a part."""
-    if isinstance(part, Figure):
-        part = Shown(part)
-    if isinstance(part, Shown):
-        return interactive(part)._asdict()
-    if isinstance(part, Spans):
-        return timeline_chart(part)._asdict() | part._asdict()
-    if isinstance(part, Facts):
-        values = dict(enumerate(part.table.cells()))
-        return {"choice": part.choice, "names": part.table.heads(), "values": values}
-    if isinstance(part, Listing) and len(part.rows) > STATIC_ROWS:
-        return {"rows": part.cells()}
+    match part:
+        case Figure():
+            return interactive(Shown(part))
+        case Shown():
+            return interactive(part)
+        case Spans():
+            return timeline_chart(part) | part._asdict()
+        case Facts(choice, table):
+            values = dict(enumerate(table.cells()))
+            return {"choice": choice, "names": table.heads(), "values": values}
+        case Listing() if len(part.rows) > STATIC_ROWS:
+            return {"rows": part.cells()}
     return None
 
 

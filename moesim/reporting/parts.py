@@ -10,6 +10,7 @@ so the same figure has the same name, unit and direction wherever it is printed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -190,9 +191,9 @@ class Listing:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for JSON; what is missing is null."""
-    plain = frame.astype(object).where(frame.notna(), None)
-    rows: list[dict[Any, Any]] = plain.to_dict("records")
+    """Rows for JSON; what is missing or infinite is null."""
+    finite = frame.replace([math.inf, -math.inf], math.nan).astype(object)
+    rows: list[dict[Any, Any]] = finite.where(finite.notna(), None).to_dict("records")
     return rows
 
 

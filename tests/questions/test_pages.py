@@ -189,7 +189,7 @@ def test_a_sweep_holds_every_run_and_its_command(swept, pages):
     parts = [part for part in data_of(pages["sweep"])["parts"] if part]
     (points,) = [part for part in parts if "over memory" in part.get("label", "")]
     facts = [part for part in parts if "names" in part]
-    shown_ms = points["data"]["rows"]["seconds"]
+    shown_ms = [row["seconds"] for row in points["data"]["rows"]]
     assert shown_ms == pytest.approx((1e3 * swept["tpot_s"]).tolist(), rel=1e-4)
     assert [each["choice"] for each in facts] == ["run", "other_run"]
     assert len(facts[0]["values"]) == len(swept) == 48
@@ -229,7 +229,7 @@ def test_a_page_holds_every_line_to_compare_with():
     axes = (Axis("x", "x"), Axis("y", "y"))
     lines = [((0, 1), (0, at), f"line {at}") for at in (1, 2, 3)]
     figure = Figure(pd.DataFrame({"x": [1], "y": [1]}), *axes, "", lines=lines)
-    spec = interactive(Shown(figure)).spec
+    spec = interactive(Shown(figure))["spec"]
     held = [spec["datasets"][each["data"]["name"]] for each in spec["layer"][1:]]
     assert [[row["y"] for row in rows] for rows in held] == [[0, 1], [0, 2], [0, 3]]
 
@@ -238,7 +238,7 @@ def test_bars_and_their_intervals_share_an_axis():
     rows = pd.DataFrame({"n": [0, 1], "v": [1.0, 2.0], "low": 0.5, "high": 2.5})
     n, v = Axis("n", "n", integer=True), Axis("v", "v")
     bars = Figure(rows, n, v, "", mark="bar", low="low", high="high")
-    layers = interactive(Shown(bars)).spec["layer"]
+    layers = interactive(Shown(bars))["spec"]["layer"]
     assert {each["encoding"]["x"]["type"] for each in layers} == {"ordinal"}
 
 
@@ -410,7 +410,7 @@ def test_a_row_opens_its_run_with_lanes_and_command(driver, pages, swept):
     shown_lanes = run_script(
         driver,
         "const part = (await window.page).charts.find("
-        "(each) => each.data.rows && each.data.rows.at_run);"
+        "(each) => each.label == 'What every lane did');"
         "return part.view.signal('run')",
     )
     assert shown_lanes == "5"

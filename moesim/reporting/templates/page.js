@@ -217,11 +217,6 @@ function showFacts(place, { choice, names, values }) {
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let looks;
 
-function rowsOf(columns) {
-  const names = Object.keys(columns);
-  return (columns[names[0]] ?? []).map((_, row) => Object.fromEntries(names.map((name) => [name, columns[name][row]])));
-}
-
 // A description that fits the width of the place.
 function fitted(spec, place) {
   const width = place.clientWidth;
@@ -283,10 +278,10 @@ function save(name, content) {
   link.click();
 }
 
-function csv(columns) {
-  const names = Object.keys(columns);
+function csv(rows) {
+  const names = Object.keys(rows[0] ?? {});
   const cell = (value) => (/[",\n]/.test(String(value ?? "")) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
-  return [names.map(cell).join(","), ...rowsOf(columns).map((row) => names.map((name) => cell(row[name])).join(","))].join("\n");
+  return [names.map(cell).join(","), ...rows.map((row) => names.map((name) => cell(row[name])).join(","))].join("\n");
 }
 
 // What a reader can do with any figure: another measure, a logarithmic axis, files.
@@ -341,7 +336,8 @@ async function draw(place, part) {
   const theme = dark.matches && !printing ? "dark" : undefined;
   const ink = { color: theme ? "#e4e4e4" : "#222222" };
   const spec = { ...fitted(measured(part), place), config: { ...looks, text: ink, rule: ink } };
-  spec.datasets = { ...spec.datasets, ...Object.fromEntries(Object.entries(part.data).map(([name, columns]) => [name, rowsOf(columns)])) };
+  // Vega adds to the rows that it is given.
+  spec.datasets = { ...spec.datasets, ...structuredClone(part.data) };
   const tooltip = { theme: theme ?? "light" };
   const made = await vegaEmbed(place, spec, { renderer: "canvas", actions: false, theme, tooltip });
   part.view = made.view;
