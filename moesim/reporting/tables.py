@@ -9,7 +9,6 @@ that files, pipes and tests get the same bytes everywhere.
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
 import sys
@@ -61,19 +60,11 @@ def screen() -> Screen:
 
     `COLUMNS` decides the width wherever it is set, as it does for other programs.
     """
-    is_terminal = sys.stdout.isatty()
-    stated = os.environ.get("COLUMNS", "")
-    if stated.isdigit() and int(stated):
-        width = int(stated)
-    elif is_terminal:
-        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
-    else:
-        width = PLAIN_WIDTH
-    dumb = os.environ.get("TERM", "").lower() in {"dumb", "unknown"}
-
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+    console = Console(file=sys.stdout)
     # Old Windows consoles print escape sequences instead of obeying them.
-    styled = is_terminal and not dumb and not Console().legacy_windows
-    return Screen(max(width, NARROWEST), styled)
+    obeys = not (console.is_dumb_terminal or console.legacy_windows)
+    return Screen(max(width, NARROWEST), sys.stdout.isatty() and obeys)
 
 
 def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
@@ -173,12 +164,10 @@ def _rendered(table: Table, shown: Screen) -> list[str]:
 
 def _natural_width(cells: Sequence[str], screen_width: int) -> int:
     """The width at which nothing wraps, but for cells longer than half the screen."""
-    longest_part = max(
-        (cell_len(part) for each in cells for part in each.split()), default=0
-    )
     # A name has no spaces, so it would be cut within a word. It may be wider.
-    whole_name = min(longest_part, 3 * screen_width // 4)
-    return min(max(map(cell_len, cells)), max(screen_width // 2, whole_name))
+    longest_part = max(cell_len(part) for each in cells for part in f"{each} x".split())
+    most = max(screen_width // 2, min(longest_part, 3 * screen_width // 4))
+    return min(max(map(cell_len, cells)), most)
 
 
 def _narrow_width(cells: Sequence[str]) -> int:

@@ -58,49 +58,6 @@ def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, sw
             assert cell["fastest"].tolist() == table["fastest"].tolist()
 
 
-def by_key(rows):
-    """Figures of a table by setting and policy."""
-    same = ("seconds", "behind", "tied", "begins", *SAME)
-    return {
-        (*(row[name] for name in CELL), row["policy"]): [row.get(name) for name in same]
-        for row in rows
-    }
-
-
-def test_one_setting_has_the_same_figures_under_the_same_words_however_it_is_asked(
-    trace, swept, command, tmp_path
-):
-    """`compare` ranked by the whole run and `sweep` per token, in the same words."""
-    options = ("--hw", ",".join(MACHINES), "--slots-per-layer", "1,3,6", "--json")
-    policies = ("--policy", ",".join(POLICIES))
-    page = tmp_path / "p.html"
-    told = {
-        name: json.loads(command(name, trace, *policies, *options, "--html", page)[1])
-        for name in ("compare", "sweep")
-    }
-    asked = moesim.answer(
-        moesim.sweep(
-            trace,
-            POLICIES,
-            hw=MACHINES,
-            slots_per_layer=[1, 3, 6],
-            jobs=1,
-            details=True,
-        )
-    )
-    in_python = asked.to_json()
-    for name in ("compare", "sweep"):
-        sentences = told[name]["answer"]["sentences"]
-        assert sentences == in_python["answer"]["sentences"]
-        assert by_key(told[name]["fastest"]) == by_key(in_python["fastest"])
-        assert by_key(told[name]["table"]) == by_key(in_python["table"])
-    text = page.read_text(encoding="utf-8")
-    assert in_python["answer"]["sentences"][0] in text
-    for table in asked.tables:
-        for row in table.cells():
-            assert all(f">{cell}<" in text for cell in row)
-
-
 def test_a_sweep_keeps_no_timelines_unless_told(trace, swept):
     assert all(run.timeline.frame().empty for run in swept.runs.values())
     kept = moesim.compare(trace, ["greedy"], memory=MEMORIES[:2], steps=3)

@@ -166,19 +166,6 @@ def test_the_command_stands_in_the_head_with_a_button(command, tmp_path, monkeyp
     assert "1970-01-02 00:00 UTC" in head
 
 
-@pytest.mark.parametrize("words", [
-    ("replay", "tiny", "--policy", "greedy", "--steps", "4"),
-    ("hits", "tiny", "--cache", "lru", "--cache-ratio", "0.5"),
-    ("gap", "tiny", "--policy", "on-demand", "--steps", "2"),
-], ids=lambda words: words[0])  # fmt: skip
-def test_commands_write_their_pages(command, tmp_path, words):
-    page = tmp_path / "page.html"
-    code, printed, _ = command(*words, "--html", page)
-    assert code == 0
-    assert f"wrote {page}" in printed
-    assert f"moesim {' '.join(words)} --html" in text_of(page)
-
-
 def test_a_trace_of_a_prompt_alone_has_a_page(tmp_path, tiny_shape):
     path = write_trace(tmp_path / "p.parquet", tiny_shape, ((9, 0),))
     page = moesim.answer(moesim.open_trace(path)).write(tmp_path / "p.html")
