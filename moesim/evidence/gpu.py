@@ -193,7 +193,6 @@ def verify_gpu(
     *,
     rehearse: bool = False,
     minutes: float = MINUTES,
-    extent: Extent | None = None,
     progress: Callable[[str, float], None] = lambda _name, _share: None,
 ) -> Session:
     """Make all five parts, going on where an earlier call stopped.
@@ -202,7 +201,6 @@ def verify_gpu(
         folder: of all results.
         rehearse: on the host accelerator, whatever there is.
         minutes: for everything.
-        extent: how much is measured; `CARD` or `REHEARSAL` when None.
         progress: called with the step that is made next and the share of the time.
 
     Raises:
@@ -235,7 +233,7 @@ def verify_gpu(
     session = Session(
         folder,
         accelerator,
-        extent or (REHEARSAL if rehearse else CARD),
+        REHEARSAL if rehearse else CARD,
         minutes,
         machine,
         report=progress,

@@ -32,7 +32,7 @@ from moesim.traces.models import model_shape
 from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from moesim.evidence.reproduction.questions import Record
     from moesim.traces.format.reader import Trace
@@ -254,7 +254,6 @@ def reproduce(
     *,
     steps: int | None = DEFAULT_STEPS,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda _trace: None,
 ) -> Reproduction:
     """Compute an experiment on traces and lay the published figures beside it.
 
@@ -264,7 +263,6 @@ def reproduce(
             `traces_at_hand`.
         steps: keep the first so many forward passes of each; None keeps all.
         seed: for policies that draw.
-        progress: told which trace is being looked at.
 
     Raises:
         PolicyError: no such experiment.
@@ -280,7 +278,6 @@ def reproduce(
     for path in paths:
         # Two traces may have one name in different folders.
         label = path.stem if stems.count(path.stem) == 1 else str(path)
-        progress(label)
         with opened(path) as trace:
             figures = EXPERIMENTS[name].figures(Excerpt(trace, steps, seed))
             reproduction.models[label] = trace.shape.name

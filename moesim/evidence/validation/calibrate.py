@@ -206,7 +206,6 @@ def calibrate(
     shapes: Sequence[str] = SHAPES,
     quick: bool = False,
     hw: str | Path | HardwareProfile | None = None,
-    dtype: str | None = None,
     stores: Path | None = None,
     seed: int = 0,
     force: bool = False,
@@ -222,8 +221,6 @@ def calibrate(
         quick: shorter runs.
         hw: profile of this machine to start from; measured now, in some ten seconds,
             when None.
-        dtype: of the weights; float32 on the host accelerator, bfloat16 on CUDA when
-            None.
         stores: folder for the experts' stores; a temporary one when None.
         seed: of the drawn routing.
         force: write a profile that cannot be trusted all the same.
@@ -249,15 +246,15 @@ def calibrate(
         if hw is None:
             hw = measure(None, folder / "base.toml", quick=True)
         base = machine_profile(hw, measure_again=True)
-        chosen_dtype = dtype or experts_dtype(base)
+        dtype = experts_dtype(base)
 
         # All runners stay open, so that passes over both shapes can take turns.
         planned: list[tuple[TrialRunner, Design]] = []
         for number, spec in enumerate(shapes):
             runner = TrialRunner(
-                shape_of(spec, chosen_dtype),
+                shape_of(spec, dtype),
                 base,
-                dtype=chosen_dtype,
+                dtype=dtype,
                 store=folder / str(number),
             )
             runners.enter_context(runner)
@@ -266,7 +263,7 @@ def calibrate(
             runner.run(of_shape[-1].trial, base, seed=seed)
             planned += [(runner, design) for design in of_shape]
 
-        reference = ReferenceRuns(base, chosen_dtype, folder, runners)
+        reference = ReferenceRuns(base, dtype, folder, runners)
         made = _Passes(planned, base, reference, seed, date)
         while True:
             left_s = 60.0 * (minutes or 0.0) - (time.monotonic() - begin_s)
@@ -287,7 +284,7 @@ def calibrate(
         description=(
             f"{base.description.partition(';')[0]}; calibrated by {len(planned)}"
             f" designed runs, {made.passes} times each, with {', '.join(shapes)}"
-            f" ({chosen_dtype}); load average {load:.1f} when it began"
+            f" ({dtype}); load average {load:.1f} when it began"
         ),
     )
     save_trusted(profile, target, doubts_of(profile), "calibrate again", force=force)

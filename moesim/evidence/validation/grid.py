@@ -82,7 +82,6 @@ def validate(
     steps: int = STEPS,
     repetitions: int = 5,
     replications: int = REPLICATIONS,
-    dtype: str | None = None,
     stores: Path | None = None,
     seed: int = 0,
     minutes: float | None = None,
@@ -102,7 +101,7 @@ def validate(
         steps: forward passes of each run.
         repetitions: of each real run, every other one in reversed order.
         replications: simulations with drawn times; with 0 the means are the prediction.
-        dtype, stores: as in `moesim.evidence.validation.calibrate.calibrate`.
+        stores: folder for the experts' stores; a temporary one when None.
         seed: of policies that draw, and of drawn times.
         minutes: a limit; what does not fit is left out, and said.
         journal: file of finished runs; those that it holds already are not made again.
@@ -117,7 +116,7 @@ def validate(
 
     profile = machine_profile(hw, measure_again=True)
     budget = _Budget(minutes, repetitions)
-    chosen_dtype = dtype or experts_dtype(profile)
+    dtype = experts_dtype(profile)
     opened = [
         trace if isinstance(trace, Trace) else open_trace(trace) for trace in traces
     ]
@@ -135,7 +134,7 @@ def validate(
         "steps": steps,
         "repetitions": repetitions,
         "replications": replications,
-        "dtype": chosen_dtype,
+        "dtype": dtype,
         "seed": seed,
     }
     kept = None
@@ -145,7 +144,7 @@ def validate(
     with ScratchFolder(stores) as folder, ExitStack() as runners:
         grid = _Grid(profile, made_with, folder, runners)
         for trace, spec in product(opened, shapes):
-            shape = shape_for(trace.shape, spec, chosen_dtype)
+            shape = shape_for(trace.shape, spec, dtype)
             for axes in product(policies, cache_ratios, host_ratios, batches):
                 grid.add(shape, trace, Coordinates(trace.path.name, shape.name, *axes))
 

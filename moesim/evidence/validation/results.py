@@ -557,11 +557,12 @@ def noise_floor(repetitions: Sequence[float]) -> float:
     return float(np.median(apart)) if apart else 0.0
 
 
+_DRAWS = 400
+"""Pairs of estimates behind a noise."""
+
+
 def estimate_noise(
-    repetitions: np.ndarray,
-    estimate: Callable[[np.ndarray], float],
-    *,
-    draws: int = 400,
+    repetitions: np.ndarray, estimate: Callable[[np.ndarray], float]
 ) -> float:
     """Relative difference between two estimates from as many repetitions each, median.
 
@@ -571,7 +572,6 @@ def estimate_noise(
     Args:
         repetitions: float64 [R, n], R identical runs.
         estimate: of such an array.
-        draws: pairs of estimates.
 
     Returns:
         0.0 for a single repetition.
@@ -582,11 +582,11 @@ def estimate_noise(
 
     rng = np.random.default_rng(0)
     estimates = []
-    for _ in range(2 * draws):
+    for _ in range(2 * _DRAWS):
         rows = rng.integers(0, count, count)
         estimates.append(estimate(repetitions[rows]))
-    first = np.array(estimates[:draws])
-    second = np.array(estimates[draws:])
+    first = np.array(estimates[:_DRAWS])
+    second = np.array(estimates[_DRAWS:])
     mean = 0.5 * (first + second)
     apart = np.abs(first - second) / mean
     widening = np.sqrt(count / (count - 1))

@@ -240,7 +240,6 @@ class Verification(NamedTuple):
 def verify(
     folder: Path,
     *,
-    plan: Plan = QUICK_PLAN,
     minutes: float = MINUTES,
     seed: int = 0,
     save: Callable[[dict[str, Any]], object] = lambda _result: None,
@@ -250,7 +249,6 @@ def verify(
 
     Args:
         folder: of all results.
-        plan: cells and aims; its sittings are not repeated.
         minutes: for everything, building stores of experts included.
         seed: of drawn routing and the order of cells.
         save: writes a report of what there is so far.
@@ -271,7 +269,7 @@ def verify(
     try:
         profile = calibrated(
             folder,
-            plan,
+            QUICK_PLAN,
             seed=seed,
             minutes=_CALIBRATION_SHARE * minutes,
             progress=lambda part, share: progress(part, _CALIBRATION_SHARE * share),
@@ -287,7 +285,7 @@ def verify(
 
     verification = judged_cells(
         folder,
-        plan,
+        QUICK_PLAN,
         profile,
         save,
         seed=seed,
