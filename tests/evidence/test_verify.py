@@ -76,8 +76,10 @@ def test_what_is_built_once_is_not_expected_of_every_run(monkeypatch):
     monkeypatch.setattr(time, "monotonic", clock)
     budget = _Budget(1.0, 3, clock)
     monkeypatch.setattr(grid_module, "_Budget", lambda *_: budget)
-    validation = grid(minutes=1.0, cache_ratios=[0.3, 0.6])
+    validation = grid(minutes=1.0, cache_ratios=[0.3, 0.6], seed=1)
     assert [len(each.measured) for each in validation.cells] == [3, 3, 3, 3]
+    first, second = (trial.policy for trial in seen[1:3])
+    assert first != second, "each policy once before any comes again"
     assert validation.config["left_out"] == ""
     assert len(seen) == 13
 

@@ -21,6 +21,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from moesim.base.files import ScratchFolder
 from moesim.base.long_work import Every, Journal
@@ -348,8 +349,12 @@ class _Grid:
         count = len(self.cells)
         repetitions = self._made_with["repetitions"]
         rng = np.random.default_rng(self._seed)
-        # Drawn, so that neighbours in the grid are not neighbours in time.
+        # Drawn, so that neighbours in the grid are not neighbours in time; every policy
+        # once before any comes again, so that a limit leaves out none of them.
         drawn = [self.cells[number] for number in rng.permutation(count)]
+        policies = pd.Series([cell.coordinates.policy for cell, _, _ in drawn])
+        turns = policies.groupby(policies).cumcount().argsort(kind="stable")
+        drawn = [drawn[number] for number in turns]
         by_place = {planned.cell.coordinates: planned.cell for planned in self.cells}
         for line in journal.lines if journal is not None else ():
             by_place[Coordinates(*line["coordinates"])].restore(line)
