@@ -10,11 +10,10 @@ import jsonschema
 import numpy as np
 import pytest
 from support.command_line import refused
-from support.processes import ROOT
 from support.small_trace import SHAPE, write_small_trace
 
 import moesim
-from moesim.base.options import ConfigError, Options, default_of, option, option_of
+from moesim.base.options import ConfigError, Options, option
 from moesim.cli.options import from_dataclass
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.runs.config import RunConfig, in_order
@@ -80,14 +79,6 @@ def test_noise_and_calibration_are_repeated_too(command, trace, tmp_path):
     assert command(*again)[0] == 0
     assert tables(tmp_path / "c") != tables(tmp_path / "a")
     assert recorded(tmp_path / "b")["options"]["warm"] == str(warm)
-
-
-def test_python_repeats_what_the_command_line_ran(command, trace, tmp_path):
-    command("replay", trace, "--cache", "arc", "--batch", 2, "--out", tmp_path / "a")
-    config = moesim.load_config(tmp_path / "a" / "run.json")
-    assert (config.cache, config.batch) == ("arc", 2)
-    moesim.replay(config, out=tmp_path / "b")
-    assert tables(tmp_path / "b") == tables(tmp_path / "a")
 
 
 def test_the_command_line_overrides_the_file(command, trace, tmp_path):
@@ -297,14 +288,6 @@ def test_help_shows_every_option_of_a_function(function):
     assert shown["host_memory_bytes"].default is None
 
 
-def test_every_option_says_what_it_is_and_its_unit():
-    for field in dataclasses.fields(RunConfig):
-        option = option_of(field)
-        assert option.help.endswith(".")
-        assert field.name.endswith("_bytes") == option.is_size
-        assert default_of(field) is None or isinstance(default_of(field), option.kind)
-
-
 # A new option.
 
 
@@ -328,15 +311,3 @@ def test_a_command_says_more_exactly_what_an_option_means_to_it():
 
 
 # The page, whose examples run in test_docs.py.
-
-PAGE = (ROOT / "docs" / "how-to" / "configuration.md").read_text(encoding="utf-8")
-
-
-def test_the_errors_that_the_page_quotes(command, tmp_path):
-    (toml,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-    quoted = re.findall(r"^    (error: .*)$", PAGE, flags=re.MULTILINE)
-    for line, before, after in zip(
-        quoted, ("decay", "batch = 4"), ("deacy", "batch = 0"), strict=True
-    ):
-        write(tmp_path, toml.replace(before, after, 1))
-        assert command("replay", "--config", "exp.toml")[2] == f"{line}\n"

@@ -80,15 +80,6 @@ def test_results_answer_in_words_figures_and_pages(tmp_path):
         moesim.answer(7)
 
 
-def test_a_trace_is_drawn_in_one_call(tmp_path):
-    trace = moesim.synth(
-        tmp_path / "s.parquet", tokens=20, shape="qwen3-30b-a3b", skew=1.0
-    )
-    assert trace.rows == 20 * trace.shape.layers
-    with pytest.raises(ValueError, match="--skew states what --like measures"):
-        moesim.synth(tmp_path / "t", tokens=20, like="qwen3-30b-a3b", skew=1.0)
-
-
 # Results.
 
 

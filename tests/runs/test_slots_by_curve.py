@@ -6,13 +6,10 @@ from support.engine_pairs import assert_equal, both, machine
 from support.handmade import hand_trace
 
 import moesim
-from benchmarks.slots_by_curve import TRACES, gain_of, halves
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._slot_shares import by_curves
 from moesim.runs.config import RunConfig
 from moesim.runs.setup import Setup
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
 
 BY_CURVE = {"cache_scope": "by-curve"}
 HITS = np.array([[0, 6, 8, 8, 8], [0, 4, 8, 11, 12], [0, 0, 0, 0, 0]])
@@ -112,20 +109,3 @@ def test_without_a_calibration_it_is_refused(tmp_path):
     for ask in (moesim.replay, lambda t, **o: moesim.compare(t, ["greedy"], **o)):
         with pytest.raises(PolicyError, match="add --warm TRACE"):
             ask(trace, cache_ratio=0.5, **BY_CURVE)
-
-
-def test_six_recorded_traces_lose_no_more_than_noise(tmp_path, shared_traces):
-    """Half of the experts cached; each trace is judged on the part that did not divide
-    the slots, then on the other.
-    """
-    gains = []
-    for model, file in TRACES.items():
-        whole = tmp_path / f"{file}.parquet"
-        source = shared_traces / f"{file}.parquet"
-        import_trace(source, whole, shape=model_shape(model))
-        parts = halves(moesim.open_trace(whole), tmp_path)
-        for calibration, judged in (parts, parts[::-1]):
-            cell = gain_of(judged, calibration, "lru", 0.5)
-            assert cell.gain >= -cell.noise, (model, cell)
-            gains.append(cell.gain)
-    assert np.mean(gains) > 0.2

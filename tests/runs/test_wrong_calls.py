@@ -28,6 +28,8 @@ SWEEP = partial(moesim.sweep, "tiny", "greedy", steps=1)
         (partial(moesim.replay, "tiny", slo="ttft=x"), TraceError, "slo: expected"),
         (partial(moesim.replay, "tiny", slo="ttft=1,ttft=2"), TraceError, "of each"),
         (partial(moesim.advise, "olmoe-1b-7b", count=-1), AdviceError, "count: exp"),
+        (partial(moesim.synth, "t", tokens=9, like="qwen3-30b-a3b", skew=1.0),
+         ValueError, "--skew states what --like measures"),
         (partial(moesim.ranking, {"a": 1}), TypeError, "expected pd.DataFrame"),
         (partial(moesim.hit_rates, "tiny", "lru"), TypeError, "caches: expected Seq"),
         (partial(moesim.hit_rates, "tiny", ["lru", 3]), TypeError, "caches: expected"),
