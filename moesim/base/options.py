@@ -291,18 +291,12 @@ WRITTEN = ("out", "png", "html", "table", "perfetto", "as_json")
 """Fields that say where results go; help shows them last."""
 
 
-def check_together(
-    declared: Iterable[Field[Any]],
-    given: Collection[str],
-    *,
-    name: Callable[[Field[Any]], str] | None = None,
-) -> None:
+def check_together(declared: Iterable[Field[Any]], given: Collection[str]) -> None:
     """Refuse options that contradict each other, or would be ignored.
 
     Args:
         declared: all fields of the options.
         given: names of those that a user stated.
-        name: what errors call a field; None takes its name.
 
     Raises:
         ConfigError: naming both options.
@@ -310,8 +304,7 @@ def check_together(
     by_name = {field.name: field for field in declared}
 
     def called(field_name: str) -> str:
-        is_known = name is not None and field_name in by_name
-        return name(by_name[field_name]) if name and is_known else field_name
+        return flag_of(by_name[field_name]) if field_name in by_name else field_name
 
     for field_name in by_name.keys() & given:
         stated = option_of(by_name[field_name])

@@ -201,7 +201,7 @@ class _CommandLine:
             elif self.shared:
                 parts.append(self._config(stated, given, context))
                 arguments["config"] = parts[-1]
-            check_together(declared.values(), {*stated, *given}, name=flag_of)
+            check_together(declared.values(), {*stated, *given})
         except ConfigError as error:
             raise self._named(error, context) from None
 

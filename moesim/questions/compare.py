@@ -14,7 +14,6 @@ import numpy as np
 
 from moesim.base.files import remove_leftovers
 from moesim.policies.base import PolicyError
-from moesim.policies.parameters import split_policies
 from moesim.policies.sizes import PER_LAYER
 from moesim.questions.ranked import axis_value, ranked_answer
 from moesim.runs.bound import bound_of
@@ -126,8 +125,7 @@ def compare(
         if isinstance(given, list | tuple) and not given:
             raise PolicyError(f"{name}: expected at least one, got none")
     config, open_trace = opened(RunConfig.of(trace))
-    listed = split_policies(policies) if isinstance(policies, str) else list(policies)
-    options["policy"] = listed
+    options["policy"] = policies
     places = {"hw": hw, "memory": memory}
     options |= {name: value for name, value in places.items() if value is not None}
     plan = planned(configs_of(config, options))

@@ -18,7 +18,7 @@ import pandas as pd
 from moesim.base.options import ConfigError, option_of
 from moesim.base.text import unknown
 from moesim.policies.base import PolicyError
-from moesim.policies.parameters import parameters, split_policies
+from moesim.policies.parameters import parameters
 from moesim.policies.registry import find
 from moesim.reporting.answers import Answer
 from moesim.reporting.parts import Column, Listing, column, records
@@ -103,8 +103,7 @@ def search(
             raise ConfigError(f"objective: {unknown('metric', name, known)}")
     is_maximised = {name: known[name] == LARGER for name in names}
     if policies is not None:
-        listed = split_policies(policies) if isinstance(policies, str) else policies
-        options["policy"] = listed
+        options["policy"] = policies
     single, axes = split_options(options)
     (base,) = bases_of(trace, options)
     base = RunConfig.of(base, **single)

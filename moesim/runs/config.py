@@ -377,16 +377,13 @@ class RunConfig(MemoryOptions):
         return MemoryOptions(**{name: getattr(self, name) for name in names})
 
 
-_OF_RUN: Any = object()
-
-
-def of_run(name: str, default: Any = _OF_RUN) -> Any:
+def of_run(name: str, *default: Any) -> Any:
     """An option of a command that means what it means to a run, as one value or as
     several, with another default if one is given.
     """
     (declared,) = [each for each in fields(RunConfig) if each.name == name]
-    default = declared.default if default is _OF_RUN else default
-    return field(default=default, metadata=declared.metadata)
+    (value,) = default or (declared.default,)
+    return field(default=value, metadata=declared.metadata)
 
 
 CHOICES = tuple(

@@ -28,34 +28,6 @@ from moesim.cli.errors import message_for_users
 # Replay.
 
 
-def test_replay_prints_json_with_every_promised_key(command, trace):
-    code, out, err = command(
-        "replay",
-        trace,
-        "--policy",
-        "greedy",
-        "--cache",
-        "lru",
-        "--hw",
-        "rtx3090-epyc7532",
-        "--json",
-    )
-    found = json.loads(out)
-    promised = (
-        "accesses hits delayed_hits misses hit_rate_active hit_rate_gpu hit_rate_token"
-        " ttft_s tpot_s decode_tokens_per_s prefill_tokens_per_s bytes busy_s"
-        " planning_s makespan_s energy_j tokens_per_kj routing events wall_s config"
-    )
-    assert code == 0
-    assert err == ""
-    assert set(promised.split()) <= set(found)
-    assert found["accesses"] == found["hits"] + found["delayed_hits"] + found["misses"]
-    assert found["config"]["cache"] == "lru"
-    assert found["config"]["hw"] == "rtx3090-epyc7532"
-    assert found["decode_tokens"] == SEQUENCES * NEW_TOKENS
-    assert found["prefill_tokens"] == SEQUENCES * PROMPT_TOKENS
-
-
 def test_defaults_are_printed(command, trace):
     """A newcomer sees which machine, cache, prefetch and batch were meant."""
     code, out, _ = command("replay", trace)
@@ -250,19 +222,6 @@ def test_stopped_from_outside_it_says_so_and_leaves_nothing(
     assert "Traceback" not in err
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
     assert psutil.wait_procs(children, timeout=processes.PATIENCE_S)[1] == []
-
-
-def test_two_interrupts_in_quick_succession_end_it_as_one_does(request, tmp_path):
-    """As a terminal sends them: to every process of the group. The second may not stop
-    the clearing up that the first began, nor hide its exit code.
-    """
-    trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
-    words = ("-m", "moesim", *ALONE, trace, "--out", tmp_path / "run")
-    process = processes.start(*words, cwd=tmp_path, start_new_session=True)
-    request.addfinalizer(process.kill)
-    processes.wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= 3)
-    processes.end_by_two_interrupts(process, 0.1)
-    assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
 
 
 # Somebody is quick: the signal comes while the commands are being imported.

@@ -40,22 +40,3 @@ def test_check_warns_with_its_exit_code(tmp_path):
         False,
         ["copy"],
     )
-
-
-def test_synth_of_a_model_nobody_recorded(tmp_path):
-    shape = "layers=2,experts=8,top_k=2,expert_bytes=1MiB"
-    run(
-        "trace",
-        "synth",
-        tmp_path / "t.parquet",
-        "--shape",
-        shape,
-        "--tokens",
-        "1e2",
-        "--skew",
-        "1",
-        "--prompt-tokens",
-        "4",
-    )
-    told = json.loads(run("trace", "info", tmp_path / "t.parquet", "--json").output)
-    assert (told["prefill_tokens"], told["decode_tokens"]) == (4, 96)
