@@ -262,6 +262,16 @@ class Setup:
         warm = config.warm.path if isinstance(config.warm, Trace) else config.warm
         # Reading the whole file once is enough.
         digest = None if trace is None else trace.digest()
+        hw = _source(profile)
+        # What repeats this run, with its files and their digests.
+        repeated = config.replaced(
+            trace=None if trace is None else trace.path,
+            trace_digest=digest,
+            hw=hw,
+            # A profile that was measured just now cannot be loaded again.
+            hw_digest=None if hw is None else profile.digest,
+            warm=warm,
+        )
         return {
             "trace": None if trace is None else trace.name,
             "trace_digest": digest,
@@ -307,25 +317,10 @@ class Setup:
                 **{kind: settings(getattr(system, kind), kind) for kind in KINDS},
                 "host_cache": settings(config.host_cache, "cache"),
             },
-            "options": self._options(trace, digest),
+            "options": repeated.to_json(),
             # Where those of one layer differ, slots count the largest.
             **({"expert_sizes": shape.expert_sizes} if shape.bytes_by_expert else {}),
         }
-
-    def _options(self, trace: Trace | None, digest: str | None) -> dict[str, Any]:
-        """The options that repeat this run, with its files and their digests."""
-        config = self.config
-        warm = config.warm
-        hw = _source(self.profile)
-        named = config.replaced(
-            trace=None if trace is None else trace.path,
-            trace_digest=digest,
-            hw=hw,
-            # A profile that was measured just now cannot be loaded again.
-            hw_digest=None if hw is None else self.profile.digest,
-            warm=warm.path if isinstance(warm, Trace) else warm,
-        )
-        return named.to_json()
 
 
 def refuse_arrivals(config: RunConfig, caller: str) -> None:
