@@ -107,16 +107,6 @@ def test_every_flipped_bit_of_a_trace_is_found(tmp_path):
     assert list(open_trace(copy).sequences())
 
 
-def test_a_trace_rewritten_by_another_program_has_no_seal_and_is_read(tmp_path):
-    import pyarrow.parquet as pq
-
-    path = write_small_trace(tmp_path / "t.parquet")
-    pq.write_table(pq.read_table(path), tmp_path / "u.parquet")
-    rows = [part.experts.tolist() for part in open_trace(path).sequences()]
-    again = open_trace(tmp_path / "u.parquet").sequences()
-    assert [part.experts.tolist() for part in again] == rows
-
-
 @pytest.mark.parametrize(("environment", "words"), [
     ({"MPLBACKEND": "nonsense"}, "hits t.parquet --cache-ratio 0.5 --png h.png"),
     ({"PYTHONOPTIMIZE": "2"}, "list cache"),

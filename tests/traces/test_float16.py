@@ -20,16 +20,6 @@ def same(one, other):
     return (one.view(np.uint16) == other.view(np.uint16)).all()
 
 
-def test_halves_by_hand():
-    found, finite = to_float16(
-        np.array(
-            [1, -2.5, 1 + 2**-11, 1 + 3 * 2**-11, 2**-24, 2**-25, 65_519], np.float32
-        )
-    )
-    assert found.tolist() == [1, -2.5, 1, 1 + 2**-9, 2**-24, 0, 65_504]
-    assert finite
-
-
 def test_every_half_and_the_floats_around_the_middle_of_two_round_as_numpy_rounds():
     below = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     middle = (below[:-1] + below[1:]) / 2

@@ -13,8 +13,6 @@ from support.imports import bring, refused
 
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import llama_cpp as llama_importer
-from moesim.traces.importers.hf_router_logits import selected
-from moesim.traces.models import model_shape
 
 # -- vLLM ------------------------------------------------------------------------------
 
@@ -95,18 +93,6 @@ def test_hf_softmaxed_values_give_the_same_experts(tmp_path, dtype):
             )
             if dtype == "F32":
                 assert (rows.experts == one.ids[rows.pos, rows.layer]).all()
-
-
-def test_hf_weights_by_hand():
-    """Logits ln 4, ln 3, ln 2, ln 1: probabilities .4 .3 .2 .1; top-2 renormalised: 4/7
-    and 3/7.
-    """
-    logits = np.log(np.array([[[2.0, 4.0, 1.0, 3.0]]], np.float32))
-    shape = model_shape("layers=1,experts=4,top_k=2,expert_bytes=1KiB")
-    ids, weights, scores = selected(logits, shape, probabilities=False)
-    assert ids.tolist() == [[[1, 3]]]
-    assert scores[0, 0].tolist() == pytest.approx([0.2, 0.4, 0.1, 0.3])
-    assert weights[0, 0].tolist() == pytest.approx([4 / 7, 3 / 7])
 
 
 @pytest.mark.parametrize(
@@ -205,16 +191,6 @@ def test_llama_cpp_rows_that_are_no_tokens(tmp_path, text, message):
     refused(tmp_path / "dump", message)
 
 
-def test_a_last_token_without_all_layers_is_refused(tmp_path):
-    lines = files.llama_cpp(tmp_path / "dump", files.routing()).read_text().splitlines()
-    (tmp_path / "dump").write_text("\n".join(lines[:-2]) + "\n")
-    refused(
-        tmp_path / "dump",
-        "expected layer 2 of 3 of the decode token at pos 9, got the end of the"
-        " sequence",
-    )
-
-
 def test_megatron_counts_layers_from_one_and_mentions_what_lies_beside(tmp_path):
     path = files.megatron(tmp_path / "dump", files.routing())
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -252,22 +228,6 @@ def test_route_trace_knows_the_bytes_of_its_layers(tmp_path):
     assert trace.header.provenance["arch"] == "tiny"
 
 
-def test_route_trace_columns_are_found_by_name(tmp_path):
-    """Columns in another order, and one from a newer version."""
-    path = files.route_trace(tmp_path / "dump", files.routing(), dropped=False)
-    lines = path.read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("turn"))
-    table = [line.split(",") for line in lines[first:]]
-    turned = [
-        ",".join([*reversed(row), "novel" if row[0] == "turn" else "x"])
-        for row in table
-    ]
-    path.write_text("\n".join(lines[:first] + turned) + "\n")
-    _, trace = bring(path)
-    for rows, (_, ids, *_) in zip(trace.sequences(), files.routing(), strict=True):
-        assert (rows.experts == ids[rows.pos, rows.layer]).all()
-
-
 @pytest.mark.parametrize(("old", "new", "message"), [
     ("v1", "v2", ("line 1: expected # route_trace v1, found # route_trace v2; is there a"
      " newer moesim")),
@@ -284,14 +244,6 @@ def test_route_trace_broken(tmp_path, old, new, message):
     path = files.route_trace(tmp_path / "dump", files.routing())
     path.write_text(path.read_text().replace(old, new, 1))
     refused(path, message)
-
-
-@pytest.mark.parametrize(("preamble", "line"), [("", 1), ("# model=x\n", 2)])
-def test_route_trace_that_ends_in_its_preamble(tmp_path, preamble, line):
-    (tmp_path / "dump").write_text("# route_trace v1\n" + preamble)
-    refused(
-        tmp_path / "dump", f"line {line}: expected a header line behind the preamble"
-    )
 
 
 # -- JSONL and plain tables ------------------------------------------------------------
@@ -412,12 +364,3 @@ def test_mappings_that_do_not_fit(tmp_path, text, message):
 def test_llama_cpp_is_told_by_its_rows(tmp_path, text, known):
     (tmp_path / "dump").write_text(text, newline="")
     assert llama_importer.recognises(tmp_path / "dump", {}) is known
-
-
-def test_llama_cpp_is_told_by_its_mapped_columns(tmp_path):
-    """These two alone, under the names that the file has."""
-    (tmp_path / "dump").write_text("l,e\n0,1\n")
-    (tmp_path / "more").write_text("l,e,x\n0,1,2\n")
-    mapped = {"layer": "l", "expert": "e"}
-    assert llama_importer.recognises(tmp_path / "dump", mapped)
-    assert not llama_importer.recognises(tmp_path / "more", mapped)

@@ -87,16 +87,6 @@ def test_a_table_without_positions_is_asked_for_them(tmp_path):
         brought(source, tmp_path)
 
 
-def test_keys_of_json_lines_can_be_mapped(tmp_path):
-    source = tmp_path / "dump.jsonl"
-    table = columns(seq="who", pos="when", layer="where", experts="what")
-    source.write_text(as_lines(table))
-    words = "seq=who,pos=when,layer=where,experts=what"
-    assert brought(source, tmp_path, options={"map": words})[0] == EXPECTED
-    with pytest.raises(TraceError, match="no importer knows this layout"):
-        brought(source, tmp_path)
-
-
 def test_keys_of_nested_layers_can_be_mapped(tmp_path):
     source = tmp_path / "dump.jsonl"
     lines = []
@@ -193,14 +183,6 @@ def test_a_dump_that_was_cut_off_can_be_saved(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dump.jsonl", "out.parquet"]  # fmt: skip
 
 
-def test_nothing_is_left_out_of_a_dump_that_is_whole(tmp_path):
-    source = tmp_path / "dump.jsonl"
-    source.write_text(as_lines(columns()))
-    found, summary = brought(source, tmp_path, drop_incomplete=True)
-    assert found == EXPECTED
-    assert not any("left out" in note for note in summary.notes)
-
-
 # The command.
 
 
@@ -291,15 +273,6 @@ def test_keys_of_megatron_can_be_mapped(tmp_path):
     assert rows_of(other, tmp_path, options=words) == rows_of(plain, tmp_path)
     with pytest.raises(TraceError, match="no importer knows this layout"):
         rows_of(other, tmp_path)
-
-
-def test_a_fault_in_mapped_records_of_megatron_is_named(tmp_path):
-    changes = [('"top_indices"', '"ids"')]
-    _, other = renamed_text(tmp_path, "megatron", changes)
-    first, rest = other.read_text().split("\n", 1)
-    other.write_text(first.replace('"ids": [[', '"ids": [[0.5, ', 1) + "\n" + rest)
-    with pytest.raises(TraceError, match="line 1: experts: expected"):
-        rows_of(other, tmp_path, options={"map": "top_indices=ids"})
 
 
 def test_columns_of_llama_cpp_can_be_mapped_in_any_order(tmp_path):

@@ -36,18 +36,6 @@ def read(*args, **query):
     return columns_of(rows)
 
 
-def test_lists_have_a_row_for_each_value(dump):
-    """Where a line has none, one that is null, so that it is not passed over."""
-    text = '{"pos": 1, "ids": [5, 6]}\n{"pos": 2, "ids": []}\n{"pos": 3}'
-    columns = {"pos": "line.pos", "id": "each", "at": "turn + line.pos"}
-    (rows,) = pieces(dump, text, ROW, columns, each="line.ids")
-    found = {"pos": [1, 1, 2, 3], "id": [5, 6, None, None], "at": [2, 3, 3, 4]}
-    assert columns_of(rows) == found
-    assert "line 2: id: " in str(rows.fault(2, "id", "y", 0))
-    query = {"each": "line.ids", "where": "line.pos != 1"}
-    assert read(dump, text, ROW, columns, **query)["pos"] == [2, 3]
-
-
 def test_blank_lines_are_left_out_and_counted(dump):
     text = '\n \t\n{"pos": 1}\r\n\n{"pos": 2}\n{"pos": 3}'
     (rows,) = pieces(dump, text)
@@ -57,11 +45,6 @@ def test_blank_lines_are_left_out_and_counted(dump):
     assert columns_of(behind)["pos"] == [3]
     assert "line 6: " in str(behind.fault(0, "x", "y", 0))
     assert pieces(dump, "\n \n") == []
-
-
-def test_another_kind_is_null_and_a_number_in_quotes_is_a_number(dump):
-    text = '{"pos": [1]}\n{"pos": "x"}\n5\n{"pos": null}\n{"pos": "7"}'
-    assert read(dump, text)["pos"] == [None] * 4 + [7]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,9 @@ from moesim import replay
 from moesim.base.errors import TraceError
 from moesim.base.options import ConfigError
 from moesim.policies.systems import SYSTEMS, compose
-from moesim.runs.config import RunConfig
-from moesim.traces.format import layer_steps
 from moesim.traces.format.batch import (
     RoutedLayer,
     RoutedStep,
-    SequenceGroup,
     micro_batches,
 )
 from moesim.traces.format.batch import compose as compose_steps
@@ -122,23 +119,6 @@ def test_micro_batches_are_an_option_of_every_run(tmp_path):
     }
     assert times["simpy"]["steps"] == 4
     assert times["simpy"]["ttft_s"] == times["fast"]["ttft_s"]
-
-
-def test_passes_that_cut_nothing_make_no_object_per_layer_step(tmp_path, monkeypatch):
-    """As every run has them, a probability of acceptance and a seed included."""
-    routing = [[[token % 4]] * LAYERS for token in range(7)]
-    trace = hand_trace(tmp_path / "t.parquet", routing, prompt=2)
-    composed = list(layer_steps.of_steps(compose_steps(trace)))
-    monkeypatch.delattr(SequenceGroup, "routed_layers")
-    passes = RunConfig.of(trace, "greedy").passes
-    blocks = list(layer_steps.layer_steps(trace.cut(passes)))
-    assert [block.experts.tolist() for block in blocks] == [
-        block.experts.tolist() for block in composed
-    ]
-    (drafted,) = layer_steps.layer_steps(trace.cut(Passes(draft_tokens=1)))
-    # Two tokens of the prompt, then passes of two tokens, one of which was drafted.
-    assert drafted.drafted[::LAYERS].tolist() == [0, 1, 1, 0]
-    assert drafted.made[::LAYERS].tolist() == [2, 2, 2, 1]
 
 
 # -- drafts -----------------------------------------------------------------------------

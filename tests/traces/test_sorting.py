@@ -18,7 +18,6 @@ from moesim import cli
 from moesim.base.errors import TraceError
 from moesim.traces.format import sorting
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.rows import Appearance
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 
@@ -36,26 +35,6 @@ def interleaved(pieces, out):
 
 def told(blocks):
     return [(one["seq"].tolist(), one["pos"].tolist()) for one in blocks]
-
-
-def test_sequences_that_lie_together_are_cut_and_joined_across_pieces():
-    rows = sorting.grouped(Path("dump"), [block(0, 0), block(0, 1), block(2)])
-    assert told(rows) == [([0, 0, 0], [0, 1, 1]), ([1], [0]), ([2], [0])]
-
-
-def test_a_sequence_that_goes_on_behind_another_is_noticed():
-    for pieces in ([block(0, 1, 0)], [block(0, 1), block(0)]):
-        with pytest.raises(sorting.ApartError):
-            list(sorting.whole_sequences(pieces))
-
-
-@pytest.mark.parametrize("limit", [1 << 20, 0])
-def test_interleaved_sequences_in_memory_and_out_of_it(tmp_path, monkeypatch, limit):
-    """By hand: sequences 0 1 0 1 at positions 3 2 1 0."""
-    monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)
-    rows = interleaved([block(0, 1, 0, 1)], tmp_path / "out")
-    assert told(rows) == [([0, 0], [1, 3]), ([1, 1], [0, 2])]
-    assert not list(tmp_path.iterdir())
 
 
 COLUMNS = st.sampled_from(["uint16", "int8", "float16", "float32"])
@@ -125,20 +104,6 @@ def test_a_sort_without_room_is_one_line(tmp_path, monkeypatch):
         interleaved([block(*([1, 0] * 2000), wide=wide)] * 2, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "labels", [[7, 3, 7, 5], [1 << 40, -3, 1 << 40, 5], ["b", "a", "b", "c"]]
-)
-def test_sequences_are_numbered_by_their_first_row(labels):
-    """Whole numbers and names, over several pieces; a label of another file is
-    another sequence.
-    """
-    numbers = Appearance()
-    assert numbers.numbers(pa.array(labels), 0).tolist() == [0, 1, 0, 2]
-    encoded = pa.array([labels[3], labels[1]]).dictionary_encode()
-    assert numbers.numbers(encoded.take(pa.array([1, 0])), 0).tolist() == [1, 2]
-    assert numbers.numbers(pa.array(labels[:2]), 1).tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -85,23 +85,6 @@ def test_ragged_prefill_runs_fewer_tokens_through_the_last_layer(make_trace):
     assert [layer.tokens.sum() for layer in step.layers] == [8, 8, 2]
 
 
-def test_sequences_leave_the_batch_when_they_end(make_trace):
-    trace = open_trace(make_trace(sequences=((2, 1), (0, 3), (1, 2))))
-    steps = [
-        (s.step, s.phase.label, s.batch, s.sequences, s.tokens, s.context_tokens)
-        for s in compose(trace, batch=2)
-    ]
-    assert steps == [
-        (0, "prefill", 0, 1, 2, 2),
-        (1, "decode", 0, 2, 2, 3),
-        (2, "decode", 0, 1, 1, 2),
-        (3, "decode", 0, 1, 1, 3),
-        (4, "prefill", 1, 1, 1, 1),
-        (5, "decode", 1, 1, 1, 2),
-        (6, "decode", 1, 1, 1, 3),
-    ]
-
-
 def test_optional_columns_follow_their_tokens(tmp_path, tiny_shape):
     """Two sequences side by side: row values say where they came from."""
     path = tmp_path / "t.parquet"
