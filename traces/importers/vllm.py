@@ -10,6 +10,7 @@ a row for it fills it with one id.
 from __future__ import annotations
 
 import base64
+import io
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,6 @@ from moesim.traces.importers.readers.arrays import (
     NPY,
     integers,
     kind_of,
-    npy,
-    npy_header,
     read_arrays,
 )
 from moesim.traces.importers.readers.foreign import (
@@ -77,10 +76,10 @@ def recognises(path: Path) -> bool:
     kind = kind_of(path)
     if kind == "npy":
         try:
-            shape, _, dtype, _ = npy_header(head(path))
+            array = np.load(path, mmap_mode="r")
         except DECODING_ERRORS:
             return True  # an array that is cut off: reading it says so
-        return len(shape) == 3 and dtype.kind in "iu"
+        return array.ndim == 3 and array.dtype.kind in "iu"
 
     start = head(path, 1 << 20)
     if kind == "npz":
@@ -291,7 +290,7 @@ def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
                 "other base64 bytes",
                 "save the array with numpy.save",
             )
-        return integers(path, place, npy(path, place, data), 3)
+        return integers(path, place, np.load(io.BytesIO(data)), 3)
 
     if value == []:
         return np.empty((0, 1, 1), np.int32)

@@ -12,7 +12,6 @@ import math
 import pickle
 import re
 import struct
-import warnings
 import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -42,9 +41,8 @@ if TYPE_CHECKING:
 NPY = b"\x93NUMPY"
 _ZIP = b"PK\x03\x04"
 _METADATA = "__metadata__"
-# The limits of the libraries that write them.
+# The limit of the library that writes it.
 _SAFETENSORS_HEADER_BYTES = 100_000_000
-_NPY_HEADER_BYTES = 1 << 16
 _CUT_OFF = "was it cut off while copying?"
 _PLAIN = (
     "open it with torch.load(..., weights_only=True) and save plain tensors with numpy"
@@ -127,13 +125,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     kind = kind_of(path)
     with decoding(path, kind or "tensors"):
         if kind == "npz":
-            archive = _Archive(path)
-            arrays = {
-                name.removesuffix(".npy"): npy(path, name, archive.read(name))
-                for name in archive.names
-            }
+            _check_packed(path)
+            with np.load(path) as members:
+                arrays = {name: plain(path, name, members[name]) for name in members}
         elif kind == "npy":
-            arrays = {"": npy(path, "array", path.read_bytes())}
+            arrays = {"": plain(path, "array", np.load(path))}
         elif kind == "safetensors":
             arrays = _safetensors(path)
         elif kind == "torch":
@@ -174,6 +170,25 @@ def _natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
+def plain(path: Path, name: str, array: np.ndarray) -> np.ndarray:
+    """Return an array after checking that it holds numbers.
+
+    Raises:
+        TraceError: naming the array.
+    """
+    if array.dtype.kind not in "iufb":
+        raise layout_error(path, name, "numbers", f"dtype {array.dtype}")
+    return array
+
+
+def _check_packed(path: Path) -> None:
+    """Refuse a zip whose packed members together are too large."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    packed = [each for each in members if each.compress_type != zipfile.ZIP_STORED]
+    _check_size(path, sum(each.file_size for each in packed))
+
+
 def _check_size(path: Path, size_bytes: int) -> None:
     most = max(MOST_ARRAY_BYTES, most_bytes())
     if size_bytes > most:
@@ -211,13 +226,15 @@ class _Archive:
 
     Attributes:
         names: of the members.
+
+    Raises:
+        TraceError: what is unpacked together is too large.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._data = path.read_bytes()
+        _check_packed(path)
+        self._data = memoryview(path.read_bytes())
         self._archive = zipfile.ZipFile(path)
-        self._unpacked_bytes = 0
         self.names = self._archive.namelist()
 
     def read(self, name: str) -> bytes | memoryview:
@@ -226,12 +243,9 @@ class _Archive:
         Raises:
             KeyError: no such member.
             zipfile.BadZipFile: damaged.
-            TraceError: what is unpacked together is too large.
         """
         member = self._archive.getinfo(name)
         if member.compress_type != zipfile.ZIP_STORED:
-            self._unpacked_bytes += member.file_size
-            _check_size(self._path, self._unpacked_bytes)
             return self._archive.read(member)
         # `zipfile` takes 20 µs to read a member, and there may be one per token.
         lengths = struct.unpack_from("<HH", self._data, member.header_offset + 26)
@@ -240,49 +254,6 @@ class _Archive:
         if zlib.crc32(data) != member.CRC:
             raise zipfile.BadZipFile(f"Bad CRC-32 for file {name!r}")
         return data
-
-
-# -- numpy -----------------------------------------------------------------------------
-
-
-def npy(path: Path, name: str, data: bytes | memoryview) -> np.ndarray:
-    """Return the array of one npy stream.
-
-    Args:
-        path: of the file, for errors.
-        name: of the stream in it.
-        data: the stream.
-
-    Raises:
-        TraceError: Python objects, or more numbers than there are bytes.
-    """
-    shape, fortran, dtype, start = npy_header(data)
-    if dtype.hasobject or dtype.kind not in "iufb":
-        actual = f"dtype {dtype}, which is never unpickled"
-        raise layout_error(path, name, "numbers", actual, "save plain numbers")
-    due = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or due > len(data) - start:
-        expected = f"at most {len(data) - start} bytes"
-        raise layout_error(path, name, expected, f"shape {shape} of {dtype}")
-    return np.ndarray(shape, dtype, data, start, order="F" if fortran else "C")
-
-
-def npy_header(
-    data: bytes | memoryview,
-) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Return shape, column order and dtype of an npy stream, and where its numbers
-    begin; raises as numpy does.
-    """
-    file = io.BytesIO(data[:_NPY_HEADER_BYTES])
-    version = np.lib.format.read_magic(file)
-    if version > (2, 0):
-        raise ValueError(f"npy format {version}; save it with numpy.save")
-    read = np.lib.format.read_array_header_2_0
-    if version == (1, 0):
-        read = np.lib.format.read_array_header_1_0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about headers of Python 2
-        return (*read(file), file.tell())
 
 
 # -- safetensors -----------------------------------------------------------------------
