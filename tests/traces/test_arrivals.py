@@ -225,15 +225,6 @@ def test_waiting_is_that_of_a_queue_with_one_server(tmp_path, tiny_shape):
     assert np.mean(waits) == pytest.approx(service_s / 2, rel=0.2)
 
 
-def test_poisson_arrivals_have_the_rate_that_is_asked_for():
-    times_s = arrival_times("poisson:4", seed=1)
-    last = [next(times_s) for _ in range(4000)][-1]
-    assert 4000 / last == pytest.approx(4, rel=0.05)
-    assert [next(arrival_times("poisson:4", 1)) for _ in range(2)] == [
-        next(arrival_times("poisson:4", 1))
-    ] * 2
-
-
 # Words and refusals.
 
 

@@ -150,19 +150,6 @@ def test_what_does_not_fit_is_one_line_and_no_file(tmp_path, shape, change, mess
     assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
 
 
-def test_a_cut_off_source(tmp_path):
-    source = foreign(tmp_path / "in.parquet", replay_order())
-    source.write_bytes(source.read_bytes()[:-50])
-    with pytest.raises(TraceError, match="cut off"):
-        import_trace(source, tmp_path / "out.parquet", shape=model_shape(SHAPE))
-    with pytest.raises(TraceError, match="no such file"):
-        import_trace(
-            tmp_path / "none.parquet",
-            tmp_path / "out.parquet",
-            shape=model_shape(SHAPE),
-        )
-
-
 @pytest.mark.parametrize("name", SHARED)
 def test_real_traces(shared_traces, tmp_path, name):
     model, sequences, prompt, decode = SHARED[name]

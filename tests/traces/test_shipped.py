@@ -29,11 +29,6 @@ def test_what_is_drawn_says_so_and_keeps_its_source():
     assert provenance["like_licence"] == "Apache-2.0"
 
 
-def test_the_parts_are_what_their_names_say():
-    assert open_trace("tiny").header.split == "evaluation"
-    assert open_trace("tiny-calibration").header.split == "calibration"
-
-
 def test_a_file_of_that_name_comes_first_and_a_folder_does_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny").mkdir()

@@ -9,9 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
 from support.processes import output_of
-from support.strategies import traces
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.reader import open_trace
@@ -22,20 +20,6 @@ from moesim.traces.format.schema import (
     TraceHeader,
 )
 from moesim.traces.format.writer import TraceWriter
-
-
-@settings(max_examples=25, deadline=None)
-@given(traces())
-def test_what_was_written_is_read_back(tmp_path_factory, drawn):
-    path = drawn.write(tmp_path_factory.mktemp("t") / "t.parquet")
-    trace = open_trace(path)
-    assert trace.shape == drawn.shape
-    for rows, (prompt, experts) in zip(trace.sequences(), drawn.sequences, strict=True):
-        assert (rows.experts.reshape(experts.shape) == experts).all()
-        assert (
-            rows.pos == np.repeat(np.arange(len(experts)), drawn.shape.layers)
-        ).all()
-        assert ((rows.phase == Phase.PREFILL) == (rows.pos < prompt)).all()
 
 
 def test_optional_columns_come_back_and_only_those_asked_for(make_trace):
