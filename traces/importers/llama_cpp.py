@@ -33,6 +33,7 @@ from moesim.traces.importers.readers.sequence_rows import (
     ended,
 )
 from moesim.traces.importers.readers.tables import csv_rows
+from moesim.traces.importers.readers.text import first_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,8 +53,6 @@ OPTIONS = {
     ),
 }
 _ROW = re.compile(rb"-?\d+,-?\d+")
-# So many lines of bare numbers are enough to tell this layout from others.
-_RECOGNISED_LINES = 50
 _STRIDED_COPY = (
     "a naive read of the ffn_moe_topk view gives such rows: copy the view row by row"
 )
@@ -65,11 +64,7 @@ def recognises(path: Path, names: Mapped) -> bool:
     """
     if _columns(path, names):
         return True
-    lines = head(path, 4096).replace(b"\r", b"").split(b"\n")
-    # The last line of what was read may be cut.
-    whole_lines = lines[:-1] or lines
-    is_bare = all(_ROW.fullmatch(line) for line in whole_lines[:_RECOGNISED_LINES])
-    return is_bare and not names
+    return not names and all(map(_ROW.fullmatch, first_lines(path)))
 
 
 def _header(path: Path) -> list[str]:

@@ -18,6 +18,7 @@ from moesim.traces.format.rows import blocks
 from moesim.traces.importers.readers.foreign import Foreign, head
 from moesim.traces.importers.readers.sequence_rows import phases, restarted
 from moesim.traces.importers.readers.tables import csv_rows
+from moesim.traces.importers.readers.text import first_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,21 +32,17 @@ if TYPE_CHECKING:
 
 _HEADER = re.compile(rb"pos,layer(,e\d+)+")
 _ROW = re.compile(rb"-?\d+(,\d+){2,}")
-# So many lines of bare numbers are enough to tell this layout from others.
-_RECOGNISED_LINES = 50
 
 
 def recognises(path: Path) -> bool:
     """Whether the first lines are three or more integers each, equally many; or the
     first one is the header.
     """
-    lines = head(path, 1 << 16).replace(b"\r", b"").split(b"\n")
+    lines = first_lines(path)
     if _HEADER.fullmatch(lines[0].strip()):
         return True
-    # The last line of what was read may be cut.
-    lines = (lines[:-1] or lines)[:_RECOGNISED_LINES]
     widths = {line.count(b",") for line in lines}
-    return len(widths) == 1 and all(_ROW.fullmatch(line) for line in lines)
+    return len(widths) == 1 and all(map(_ROW.fullmatch, lines))
 
 
 def read(path: Path, _: ModelShape) -> Foreign:

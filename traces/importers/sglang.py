@@ -83,7 +83,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, _: ModelShape, **given: str) -> Foreign:
-    """The file's passes. Their list is in memory, their ids are mapped."""
+    """The file's passes."""
     takes_first = bool(one_of(path, given, "equal_positions", ("first",)))
     cut_at = None
     if "cut_at" in given:

@@ -37,6 +37,13 @@ def first_object(path: Path) -> Any:
     return None
 
 
+def first_lines(path: Path) -> list[bytes]:
+    """Return up to 50 lines, without their ends; enough to tell layouts apart."""
+    lines = head(path).replace(b"\r", b"").split(b"\n")
+    # The last line of what was read may be cut.
+    return (lines[:-1] or lines)[:50]
+
+
 def first_line(path: Path, skip: int = 0) -> tuple[int, bytes] | None:
     """Return the first line of a file that is not blank, with its number; None without
     one.
