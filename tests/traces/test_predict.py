@@ -17,14 +17,17 @@ from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.trace_summary import prediction
 from moesim.traces.synthetic import predict as module
-from moesim.traces.synthetic.gate_scores import (
-    logits_behind,
-    popularity_logits,
-    scores_of,
-)
 from moesim.traces.synthetic.generate import stated, synthesise
 from moesim.traces.synthetic.marks import PREDICTIONS, synthetic_caveats
-from moesim.traces.synthetic.predict import Dependence, SequenceNoise, Walk, predict
+from moesim.traces.synthetic.predict import (
+    Dependence,
+    SequenceNoise,
+    Walk,
+    logits_behind,
+    popularity_logits,
+    predict,
+    scores_of,
+)
 
 RECALL = (0.8, 0.7, 0.62)
 COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
