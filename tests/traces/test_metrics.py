@@ -5,10 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import moesim.traces.timeline.spans as tl
 from moesim.traces.timeline import spans
 from moesim.traces.timeline.metrics import (
     METRICS,
@@ -152,25 +149,6 @@ def test_a_gpu_stalls_while_its_expert_is_being_copied():
     assert times == (1.0, 1 / 6, 6.0)
 
 
-def test_stalls_add_up_over_chunks(monkeypatch):
-    """The same layer step five times, cut into chunks in the middle of steps."""
-    monkeypatch.setattr(tl, "CHUNK_SPANS", 3)
-    timeline = spans.Timeline(LANES)
-    for step in range(5):
-        layer_step(timeline, step, 6.0 * step)
-        timeline.step(step, 1, 0, 1, 1, 6.0 * step, 6.0 * step + 6)
-    pieces = [
-        {name: values[at : at + 4] for name, values in chunk.items()}
-        for chunk in timeline.chunks()
-        for at in range(0, len(chunk["step"]), 4)
-    ]
-    timeline._chunks["timeline"] = pieces
-    figures = summarise(timeline)
-    assert figures["stall_s"]["gpu0"] == 10.0
-    assert figures["layer_steps"] == 5
-    assert figures["imbalance"] == pytest.approx(1 / 4)
-
-
 def test_waiting_for_another_lane_or_for_dispatch_is_no_stall():
     """The copy landed at 2, the GPU began at 3: only the second from 1 to 2 was spent
     waiting for the copy.
@@ -259,57 +237,6 @@ def test_section_5_6_refetch_rate_counts_what_was_there_five_steps_ago():
         if expert == 2 and step == 11:
             access(timeline, 12, [2], [spans.HIT])
     assert summarise(timeline)["refetch_rate_5"] == 2 / 5
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 12), st.integers(0, 1), st.integers(0, 3)), max_size=40
-    ),
-    st.data(),
-)
-def test_copy_figures_do_not_depend_on_chunks(events, data):
-    """Whatever happened: one chunk, or a chunk per few rows, tell the same."""
-
-    def build():
-        timeline = spans.Timeline(LANES)
-        for step in range(13):
-            timeline.span(GPU, spans.COMPUTE, step, 0, 0, float(step), step + 0.01, 0)
-            for at, (when, layer, expert) in enumerate(events):
-                if when == step and at % 3 < 2:
-                    kind = spans.PREFETCH if at % 3 else spans.FETCH
-                    timeline.span(
-                        H2D, kind, step, layer, expert, step + at / 100, step + 0.9, 10
-                    )
-            for layer in range(2):
-                wanted = sorted(
-                    {
-                        (e, at % 4)
-                        for at, (when, on, e) in enumerate(events)
-                        if when == step and on == layer
-                    }
-                )
-                experts = {expert: min(state, 2) for expert, state in wanted if state}
-                if experts:
-                    states = list(experts.values())
-                    access(timeline, step, list(experts), states, layer=layer)
-        return timeline
-
-    whole = build()
-    cut = build()
-    list(cut.chunks())
-    list(cut.access_chunks())
-    size = data.draw(st.integers(1, 7))
-    for table in ("timeline", "accesses"):
-        (chunk,) = cut._chunks[table] or [{"step": np.empty(0)}]
-        cut._chunks[table] = [
-            {name: values[at : at + size] for name, values in chunk.items()}
-            for at in range(0, len(chunk["step"]), size)
-        ]
-    expected = summarise(whole)
-    got = summarise(cut)
-    for name in METRICS:
-        assert got[name] == pytest.approx(expected[name]), name
 
 
 def test_section_2_5_energy():

@@ -252,17 +252,17 @@ def test_perfetto_of_an_empty_run_is_still_json(tmp_path):
 
 
 def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypatch):
-    """Metrics are folded as rows come: same figures to the last bit, no rows left, and
-    never more than a chunk held.
+    """Metrics are folded as rows come, in small chunks or large ones: same figures to
+    the last bit, no rows left, and never more than a chunk held.
     """
-    monkeypatch.setattr(tl, "CHUNK_SPANS", 400)
-    monkeypatch.setattr(tl, "CHUNK_ACCESSES", 20)
-    monkeypatch.setattr(tl, "CHUNK_STEPS", 3)
     how = {"prefetch": "next-gate", "cache": "lru", "batch": 4, "steps": 60}
     how["hw"] = "rtx3090-epyc7532"
     trace = Path(traces.__file__).parent / "data" / "tiny_evaluation.parquet"
     kept = moesim.replay(trace, "greedy", **how)
     rows = len(kept.timeline.frame()) + len(kept.timeline.access_frame()) + 60
+    monkeypatch.setattr(tl, "CHUNK_SPANS", 400)
+    monkeypatch.setattr(tl, "CHUNK_ACCESSES", 20)
+    monkeypatch.setattr(tl, "CHUNK_STEPS", 3)
     held = []
     chunks = []
     keep = Timeline.take
@@ -276,6 +276,7 @@ def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypat
     dropped = moesim.replay(trace, "greedy", **how, keep=False)
     assert {**dropped.metrics, "wall_s": 0} == {**kept.metrics, "wall_s": 0}
     assert kept.metrics["prefetched"] > 0
+    assert kept.metrics["stall_s"]["gpu0"] > 0
     assert rows == sum(chunks) > 5_000
     assert max(chunks) < 2_000
     assert not any(held)

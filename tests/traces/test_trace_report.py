@@ -14,8 +14,6 @@ import moesim
 from moesim import cli
 from moesim.questions.trace_stats import stats_answer, stats_figures
 from moesim.traces.format.reader import open_trace
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
 from moesim.traces.stats.trace_summary import knee, summarise_trace
 
 
@@ -103,25 +101,3 @@ def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
         figures["curve_decode"]["belady"][4]
     )
     assert json.loads(layers.schema.metadata[b"statistics"])["decode_tokens"] == 40
-
-
-@pytest.mark.parametrize(("name", "model", "tokens"), [
-    ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", (28, 128)),
-    ("olmoe_1b_7b_decode299", "olmoe-1b-7b", (0, 299)),
-    ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b", (0, 300)),
-])  # fmt: skip
-def test_shared_traces_agree_with_an_independent_count(
-    shared_traces, tmp_path, name, model, tokens
-):
-    """Loads and touched experts, counted with pandas from the foreign file."""
-    source = shared_traces / f"{name}.parquet"
-    import_trace(source, tmp_path / "t.parquet", shape=model_shape(model))
-    found = summarise_trace(open_trace(tmp_path / "t.parquet"))
-    assert (found.figures["prefill_tokens"], found.figures["decode_tokens"]) == tokens
-    rows = pq.read_table(source, columns=["phase", "layer", "expert_ids"]).to_pandas()
-    rows = rows[rows.phase == "decode"].explode("expert_ids")
-    counts = rows.groupby(["layer", "expert_ids"]).size()
-    first = counts.index.get_level_values("layer").min()
-    for (layer, expert), count in counts.items():
-        assert found.load[layer - first, expert] == count
-    assert found.load.sum() == len(rows)

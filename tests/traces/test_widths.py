@@ -23,10 +23,8 @@ from support.small_trace import SHAPE, write_small_trace
 
 from moesim import replay
 from moesim.base.errors import TraceError
-from moesim.engine.observers import observed
 from moesim.hwprofiles.costs import Costs, seconds_by_expert
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies.names import NONE
 from moesim.policies.sizes import CacheSize, fitting
 from moesim.policies.systems import SYSTEMS, System, compose
 from moesim.runs.bound import most_experts
@@ -217,89 +215,6 @@ def test_what_is_late_is_expected_by_its_own_size():
     assert planner.work.arrays().arrive_s.tolist() == [[8.0, 4.0]]
     assert planner.gpu[0].link.copy_s[1] == 4.0
     assert planner.view.copy_s[0] == 6.0
-
-
-# -- invariants -------------------------------------------------------------------------
-
-EXPERTS = 6
-size_tables = st.lists(
-    st.lists(st.sampled_from([40, 70, 100, 250]), min_size=EXPERTS, max_size=EXPERTS),
-    min_size=LAYERS,
-    max_size=LAYERS,
-)
-layer_steps = st.lists(
-    st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
-    min_size=LAYERS,
-    max_size=LAYERS,
-)
-
-
-class Auditor:
-    """Checks the bytes of every memory after every report to the planner."""
-
-    def __init__(self, planner):
-        self._planner = planner
-        self._sizes = np.array(planner.shape.sizes_by_expert())
-
-    def reported(self, call, arguments, answer):
-        host = self._planner.host
-        for memory in [*self._planner.gpu, *([] if host is None else [host.memory])]:
-            there = (np.asarray(memory.state) != 0) & (np.asarray(memory.staged) == 0)
-            used = (self._sizes * there.reshape(self._sizes.shape)).sum(axis=1)
-            if memory.size.scope == "global":
-                used = used.sum(keepdims=True)
-            free = np.asarray(memory.free_bytes)
-            assert (used + free == memory.size.pool_bytes).all(), call
-            assert (used <= memory.size.pool_bytes).all()
-        # Behind reads, copies start in another order than their victims were named in.
-        if call == "start_copy" and host is None:
-            gpu, key, _ = arguments
-            memory = self._planner.gpu[gpu]
-            last = memory.evicted
-            while last != NONE and memory.next_victim[last] != NONE:
-                last = memory.next_victim[last]
-            if last != NONE:
-                pool = 0 if memory.is_global else key // memory.experts
-                room = memory.free_bytes[pool] - memory.promised_bytes[pool]
-                # Nobody leaves for a copy that has room: the last was needed.
-                assert room < memory.bytes_of[last]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    size_tables,
-    st.lists(layer_steps, min_size=1, max_size=6),
-    st.integers(0, EXPERTS),
-    st.sampled_from(["layer", "global"]),
-    st.integers(1, 4),
-    st.one_of(st.none(), st.integers(1, 10)),
-    st.sampled_from(["lru", "lfu", "edgemoe"]),
-    st.sampled_from(["none", "statistical:preceding=2"]),
-)
-def test_bytes_are_conserved_and_nobody_leaves_in_vain(
-    sizes, trace, slots, scope, staging, host_slots, cache, prefetch
-):
-    model = shape(LAYERS, EXPERTS).with_bytes_by_expert(sizes)
-    planner = plan_of(
-        model,
-        System("on-demand", cache=cache, prefetch=prefetch),
-        SizedCosts(model=model, plan=0.1),
-        slots=slots,
-        scope=scope,
-        staging=staging,
-        host_slots=host_slots,
-    )
-    passes = [
-        [routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)]
-        for layers in trace
-    ]
-    _, timeline = run(observed(planner, Auditor(planner)), steps(*passes))
-    frame = timeline.frame()
-    computed = frame[frame["kind"] == "compute"]
-    assert len(computed) == sum(len(chosen) for layers in trace for chosen in layers)
-    copies = frame[frame["bytes"] > 0]
-    table = np.array(sizes)
-    assert (copies["bytes"] == table[copies["layer"], copies["expert"]]).all()
 
 
 # -- the common case --------------------------------------------------------------------
