@@ -35,7 +35,6 @@ from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     import pandas as pd
@@ -155,7 +154,13 @@ class Timeline:
         self._writers: dict[str, pq.ParquetWriter] = {}
         self._files: dict[str, NewFile] = {}
         self._open_writers = ExitStack()
-        self._names = _names(self.lanes)
+        # Columns that hold codes, and the names behind them.
+        self._names = {
+            "lane": self.lanes,
+            "kind": KIND_NAMES,
+            "state": STATE_NAMES,
+            "phase": PHASE_NAMES,
+        }
         self._compute_lanes = _compute_lanes(self.lanes)
         self._is_closed = False
         self._sink = sink
@@ -187,7 +192,14 @@ class Timeline:
         """Begin the file of a table beside its final name."""
         self._files[name] = NewFile(self._path(name))
         self._open_writers.enter_context(self._files[name].errors_named())
-        writer = _writer(self._files[name].path, _schema(name, self.lanes))
+        # A low level: a run that is timed must not wait for its own record.
+        writer = sealed_writer(
+            self._files[name].path,
+            self._schema(name),
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=[each for each in TABLES[name] if each in self._names],
+        )
         self._writers[name] = self._open_writers.enter_context(writer)
 
     # Recording: the hot path.
@@ -306,7 +318,7 @@ class Timeline:
         elif self.out_dir is None:
             self._chunks[table].append(chunk)
         else:
-            rows = _table(table, chunk, self._names)
+            rows = self._table(table, chunk)
             with self._files[table].errors_named():
                 self._writers[table].write_table(rows, row_group_size=CHUNK_SPANS)
 
@@ -402,7 +414,9 @@ class Timeline:
         with open_parquet(self._path(table)) as file:
             for batch in file.iter_batches(CHUNK_SPANS, use_threads=False):
                 yield {
-                    name: _codes(table, name, batch.column(name), self._names)
+                    name: codes(batch.column(name), self._names[name])
+                    if name in self._names
+                    else values(batch.column(name))
                     for name in TABLES[table]
                 }
 
@@ -420,10 +434,27 @@ class Timeline:
 
     def _frame(self, table: str) -> pd.DataFrame:
         # The empty table gives a run without a single row its columns.
-        empty = _schema(table, self.lanes).empty_table()
-        parts = [_table(table, chunk, self._names) for chunk in self._read(table)]
+        empty = self._schema(table).empty_table()
+        parts = [self._table(table, chunk) for chunk in self._read(table)]
         frame: pd.DataFrame = pa.concat_tables([empty, *parts]).to_pandas()
         return frame
+
+    def _schema(self, table: str) -> pa.Schema:
+        fields = []
+        for name, dtype in TABLES[table].items():
+            kind = _NAMES if name in self._names else pa.from_numpy_dtype(dtype)
+            fields.append(pa.field(name, kind, nullable=False))
+
+        metadata = {METADATA_KEY: json.dumps({"lanes": list(self.lanes)})}
+        return pa.schema(fields, metadata=metadata)
+
+    def _table(self, table: str, chunk: Chunk) -> pa.Table:
+        """A chunk as Arrow, codes turned into dictionary strings."""
+        columns = [
+            named(column, self._names[name]) if name in self._names else numbers(column)
+            for name, column in chunk.items()
+        ]
+        return pa.Table.from_arrays(columns, schema=self._schema(table))
 
     def _path(self, table: str) -> Path:
         assert self.out_dir is not None
@@ -437,56 +468,3 @@ def _compute_lanes(lanes: Sequence[str]) -> np.ndarray:
     index = {name: number for number, name in enumerate(lanes)}
     cpu = index.get("cpu", -1)
     return np.array([cpu, *(index[name] for name in gpus)], np.int8)
-
-
-def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Which columns hold codes, and the names behind them."""
-    return {
-        ("timeline", "lane"): tuple(lanes),
-        ("timeline", "kind"): KIND_NAMES,
-        ("accesses", "lane"): tuple(lanes),
-        ("accesses", "state"): STATE_NAMES,
-        ("steps", "phase"): PHASE_NAMES,
-    }
-
-
-def _schema(table: str, lanes: Sequence[str]) -> pa.Schema:
-    coded = _names(lanes)
-    fields = []
-    for name, dtype in TABLES[table].items():
-        kind = _NAMES if (table, name) in coded else pa.from_numpy_dtype(dtype)
-        fields.append(pa.field(name, kind, nullable=False))
-
-    metadata = {METADATA_KEY: json.dumps({"lanes": list(lanes)})}
-    return pa.schema(fields, metadata=metadata)
-
-
-def _writer(path: Path, schema: pa.Schema) -> AbstractContextManager[pq.ParquetWriter]:
-    coded = [field.name for field in schema if pa.types.is_dictionary(field.type)]
-    # A low level: a run that is timed must not wait for its own record.
-    return sealed_writer(
-        path, schema, compression="zstd", compression_level=1, use_dictionary=coded
-    )
-
-
-def _table(
-    table: str, chunk: Chunk, names: dict[tuple[str, str], tuple[str, ...]]
-) -> pa.Table:
-    """A chunk as Arrow, codes turned into dictionary strings."""
-    columns = []
-    for name, column in chunk.items():
-        labels = names.get((table, name))
-        columns.append(numbers(column) if labels is None else named(column, labels))
-
-    lanes = names["timeline", "lane"]
-    return pa.Table.from_arrays(columns, schema=_schema(table, lanes))
-
-
-def _codes(
-    table: str, name: str, column: Any, names: dict[tuple[str, str], tuple[str, ...]]
-) -> np.ndarray:
-    """A column read from Parquet as numpy, dictionary strings turned back into
-    codes.
-    """
-    labels = names.get((table, name))
-    return values(column) if labels is None else codes(column, labels)
