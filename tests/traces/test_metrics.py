@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import moesim
 from moesim.traces.timeline import spans
 from moesim.traces.timeline.metrics import (
     METRICS,
     REQUEST_METRICS,
     ROW_METRICS,
     RUN_METRICS,
+    Summary,
     summarise,
 )
 
@@ -237,6 +239,26 @@ def test_section_5_6_refetch_rate_counts_what_was_there_five_steps_ago():
         if expert == 2 and step == 11:
             access(timeline, 12, [2], [spans.HIT])
     assert summarise(timeline)["refetch_rate_5"] == 2 / 5
+
+
+@pytest.mark.parametrize("first", ["timeline", "accesses"])
+def test_chunks_may_be_small_and_one_table_far_ahead_of_the_other(first):
+    how = {"prefetch": "next-gate", "cache_ratio": 0.3, "steps": 12, "batch": 2}
+    run = moesim.replay("tiny", "greedy", hw="rtx3090-epyc7532", **how).timeline
+    tables = {
+        "timeline": run.chunks(),
+        "accesses": run.access_chunks(),
+        "steps": run.step_chunks(),
+    }
+    summary = Summary(run.lanes)
+    for table in sorted(tables, key=lambda table: table != first):
+        for chunk in tables[table]:
+            for at in range(0, len(chunk["step"]), 3):
+                rows = slice(at, at + 3)
+                summary.add(table, {name: each[rows] for name, each in chunk.items()})
+    expected = summarise(run)
+    assert expected["prefetched"] > 0 < expected["stall_s"]["gpu0"]
+    assert summary.figures() == expected
 
 
 def test_section_2_5_energy():
