@@ -1,5 +1,6 @@
 """What strangers ask and published, each with its figure (issue 43, sections 1 and 2)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 
 from moesim.advice.advise import advise
 from moesim.advice.given.answer import advise_flags
-from moesim.advice.machine import describe_machine
+from moesim.advice.machine import Probes, describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.observed import states
 from moesim.advice.plan.memory import (
@@ -245,6 +246,17 @@ def test_few_dies_read_less_than_their_channels_give(cpu, ram, measured):
     spread = 1.6449 * read.spread
     assert read.value / 1e9 == pytest.approx(measured, rel=min(0.6, 1.1 * spread))
     assert read.value < 0.75 * machine.host_peak_bytes_per_s
+
+
+def test_a_probe_of_both_sockets_is_not_what_weights_are_read_at():
+    """Twice 378 GB/s gave 9.79 instead of 9.08 tokens/s (llama.cpp#11733)."""
+
+    def read(gb_per_s):
+        probes = Probes(host_read={32: gb_per_s * 1e9})
+        machine = describe_machine(cpu="2x EPYC 9175F", ram="24x32GB DDR5-6000")
+        return priors_of(replace(machine, probes=probes))["host_read"].value
+
+    assert read(753.6) < 9.79 / 9.08 * read(378.3)
 
 
 def test_wsl_has_half_of_the_memory_and_locks_little_of_it():
