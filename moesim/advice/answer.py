@@ -140,23 +140,6 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Change:
-    """Another setting, or another machine, and what it gives.
-
-    Attributes:
-        words: what is changed, in words or flags.
-        decode: tokens per second then.
-        prefill: of the prompt; None where only decode is known.
-        gain: seconds of the job before over after.
-    """
-
-    words: str
-    decode: Interval
-    prefill: Interval | None
-    gain: float
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What a measured speed says.
 
@@ -201,10 +184,10 @@ class FlagsAnswer:
     deep: Interval
     most_context: int
     findings: tuple[Finding, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[WhatIf, ...]
     verdict: Verdict | None
     target: float | None
-    ways: tuple[Change, ...]
+    ways: tuple[WhatIf, ...]
 
     def answer(self) -> Answer:
         """What the line does, as text, page and JSON."""
@@ -520,7 +503,7 @@ def advice_answer(
         tables=[
             _settings_table(advice),
             _terms_table(best, printed=explain),
-            _what_if_table(advice),
+            _changes_table(advice.what_ifs, "What would change it"),
             _masks_table(advice),
         ],
         notes=[*_trades(advice), *_row_notes(advice), *_mask_notes(advice)],
@@ -635,17 +618,26 @@ def _term(terms: Mapping[str, float], name: str) -> tuple[str, str]:
     return ms(seconds), percent(seconds / sum(terms.values()), 0)
 
 
-def _what_if_table(advice: Advice) -> Listing:
+def _changes_table(changes: Iterable[WhatIf], title: str) -> Listing:
+    """A row for each change, with its prompts where any is known."""
+    changes = list(changes)
+    has_prompts = any(each.prefill for each in changes)
     rows = [
         [
             f"{each.change} ({each.note})" if each.note else each.change,
             each.decode.value if each.factor else None,
+            *([each.prefill.value if each.prefill else None] if has_prompts else []),
             each.factor or None,
         ]
-        for each in advice.what_ifs
+        for each in changes
     ]
-    columns = [Column("change", "change"), DECODE, Column("gain", "as fast", "times")]
-    return Listing(rows, columns, title="What would change it")
+    columns = [
+        Column("change", "change"),
+        DECODE,
+        *([PREFILL] if has_prompts else []),
+        Column("gain", "job as fast" if has_prompts else "as fast", "times"),
+    ]
+    return Listing(rows, columns, title=title)
 
 
 def _masks_table(advice: Advice) -> Listing:
@@ -890,20 +882,6 @@ def flags_answer(answer: FlagsAnswer) -> Answer:
             "ways": plain(answer.ways),
         },
     )
-
-
-def _changes_table(changes: Iterable[Change], title: str) -> Listing:
-    rows = [
-        [
-            each.words,
-            each.decode.value,
-            None if each.prefill is None else each.prefill.value,
-            each.gain,
-        ]
-        for each in changes
-    ]
-    gain = Column("gain", "job as fast", "times")
-    return Listing(rows, [Column("change", "change"), DECODE, PREFILL, gain], title)
 
 
 def _target_words(answer: FlagsAnswer) -> str:

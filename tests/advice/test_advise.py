@@ -4,16 +4,15 @@ import json
 import re
 
 import pytest
-from support.bench_files import as_json, row
+from support.bench_files import bench, row
 from support.browser import browser, check_page, data_of
 from support.command_line import refused
 from support.model_files import write_gguf
 
-import moesim
 from moesim.advice.advise import advise
 from moesim.advice.machine import Grade, describe_machine
 from moesim.advice.model.catalogue import named_contents
-from moesim.advice.plan.commands import override_pattern, server_command
+from moesim.advice.plan.commands import override_pattern
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.what_if import replayed_hits
 from moesim.advice.tables import table
@@ -36,16 +35,6 @@ WORDS = [word for name, value in PC.items() for word in (f"--{name}", value)]
 @pytest.fixture(scope="module")
 def advice():
     return advise(MODEL, **PC)
-
-
-def bench(folder, rows):
-    path = folder / "rows.json"
-    path.write_text(as_json(rows))
-    return path
-
-
-def test_the_function_is_moesims():
-    assert moesim.advise.__wrapped__ is advise
 
 
 def test_every_setting_fits_and_the_first_is_fastest(advice):
@@ -178,18 +167,6 @@ def test_a_machine_without_a_card_and_one_chip():
     chip = advise("gpt-oss-20b", cpu="M4 Pro", ram="48GB")
     assert chip.best.candidate.setting.cpu_layers == 0
     assert chip.bound.tokens_per_s > chip.best.decode.value
-
-
-def test_parallel_requests_share_experts():
-    job = Job(sequences=4)
-    together = advise(MODEL, **PC, job=job)
-    alone = advise(MODEL, **PC)
-    assert alone.best.decode.value < together.best.decode.value
-    assert together.best.decode.value < 4 * alone.best.decode.value
-    best = together.best.candidate.setting
-    line = server_command(best, together.model, together.machine, job)
-    assert "--parallel 4" in line
-    assert f"-c {4 * 8192}" in line
 
 
 def test_overrides_are_written_with_ranges():

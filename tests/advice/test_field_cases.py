@@ -98,7 +98,7 @@ def test_a_whole_context_is_too_much_before_memory_runs_out():
     assert card.needed / MIB == pytest.approx(24_840, rel=0.1)
     assert answer.reading.bill.gpu_left < 0
     assert 262_144 < answer.most_context < 1_048_576
-    assert any("-ub" in change.words for change in answer.changes)
+    assert any("-ub" in change.change for change in answer.changes)
     smaller = advise_flags("deepseek-v4-flash", f"{line} -ub 1024", **words)
     assert smaller.reading.bill.gpu_left > 0
 

@@ -113,7 +113,7 @@ def test_the_second_card_is_asked_for_too_much():
     assert second.left < 0 < first.left
     assert answer.most_context == 0
     # The same flags fit once layers are parted by size.
-    assert any("-ts" in change.words for change in answer.changes)
+    assert any("-ts" in change.change for change in answer.changes)
 
 
 def test_a_line_that_fits_is_told_how_far_its_context_may_grow():
@@ -155,7 +155,7 @@ def test_a_target_is_reached_by_the_smallest_change():
     near = advise_flags(MODEL, LINE, **PC, target=1.3 * now)
     (way,) = near.ways
     assert way.decode.value >= 1.3 * now
-    assert "--n-cpu-moe" in way.words
+    assert "--n-cpu-moe" in way.change
     reached = advise_flags(MODEL, LINE, **PC, target=0.5 * now)
     assert reached.ways == ()
     far = advise_flags(MODEL, LINE, **PC, target=100 * now)
@@ -226,4 +226,4 @@ def test_the_command_answers_a_line(command, tmp_path):
 )
 def test_what_goes_is_named_as_its_engine_names_it(line, words):
     answer = advise_flags(MODEL, line, **PC)
-    assert f"without {words}" in answer.changes[0].words
+    assert f"without {words}" in answer.changes[0].change

@@ -28,29 +28,29 @@ RATES = {name: prior.value for name, prior in priors_of(MACHINE).items()}
 RATES |= {"upload_floor_s": 0.0, "tile": 0.0}
 
 
-def terms(rates=RATES, *, gpu_from_tokens=32.0, **changes):
-    setting = Setting(
-        gpu_from_tokens=gpu_from_tokens, page_locked=False, used_only=False
-    )
-    return prefill_terms(replace(WORK, **changes), MACHINE, setting, rates)
+SETTING = Setting(gpu_from_tokens=32, page_locked=False, used_only=False)
+
+
+def terms(rates=RATES, **changes):
+    return prefill_terms(replace(WORK, **changes), MACHINE, SETTING, rates)
 
 
 @pytest.mark.parametrize(
-    ("rate", "changed", "gpu_from_tokens"),
+    ("rate", "changed"),
     [
         # rate -> terms that take half as long where it is twice as high
-        ("upload", {"upload"}, 32.0),
-        ("pageable", {"upload"}, 32.0),
-        ("device_read", {"gpu weights"}, 32.0),
-        ("flops_reach", {"gpu products", "attention"}, 32.0),
-        ("attention_reach", {"attention"}, 32.0),
-        ("core_flops", {"cpu other layers"}, 32.0),
-        ("ssd_read", {"ssd"}, 32.0),
+        ("upload", {"upload"}),
+        ("pageable", {"upload"}),
+        ("device_read", {"gpu weights"}),
+        ("flops_reach", {"gpu products", "attention"}),
+        ("attention_reach", {"attention"}),
+        ("core_flops", {"cpu other layers"}),
+        ("ssd_read", {"ssd"}),
     ],
 )
-def test_twice_a_rate_is_half_of_its_terms(rate, changed, gpu_from_tokens):
-    before = terms(gpu_from_tokens=gpu_from_tokens)
-    after = terms(RATES | {rate: 2 * RATES[rate]}, gpu_from_tokens=gpu_from_tokens)
+def test_twice_a_rate_is_half_of_its_terms(rate, changed):
+    before = terms()
+    after = terms(RATES | {rate: 2 * RATES[rate]})
     for name, seconds in before.items():
         share = 0.5 if name in changed else 1.0
         assert after[name] == pytest.approx(share * seconds), name

@@ -5,7 +5,7 @@ placement, and speeds move as measured effects say.
 import re
 
 import pytest
-from support.bench_files import as_json, row
+from support.bench_files import bench, row
 from support.llama_placement import option, placed
 
 from moesim.advice.advise import advise
@@ -141,7 +141,7 @@ def test_four_requests_share_experts_and_each_brings_a_prompt():
         seconds
     )
     line = server_command(setting, advice.model, advice.machine, job)
-    assert "--parallel 4" in line
+    assert f"-c {4 * 8192} --parallel 4" in line
     assert "of all 4 requests together" in " ".join(
         advice_answer(advice).text().split()
     )
@@ -202,12 +202,6 @@ def test_a_laptop_is_answered_with_a_wider_interval_than_a_desktop():
         for each, machine in zip(target, (unknown, known), strict=True)
     ]
     assert spreads[0] > 1.3 * spreads[1]
-
-
-def bench(folder, rows):
-    path = folder / "rows.json"
-    path.write_text(as_json(rows))
-    return path
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.bench_files import as_json, row
+from support.bench_files import bench, row
 from support.command_line import refused
 
 from moesim.advice.advise import advise
@@ -126,9 +126,7 @@ def test_what_rows_taught_is_measured_with_their_number(advice, tmp_path):
         row("tg", 128, 0.8 * advice.curve[layers].decode.value, n_cpu_moe=layers)
         for layers in (12, 48)
     ]
-    bench = tmp_path / "rows.json"
-    bench.write_text(as_json(rows))
-    learned = advise("qwen3-30b-a3b", **PC, **CARD, bench=bench)
+    learned = advise("qwen3-30b-a3b", **PC, **CARD, bench=bench(tmp_path, rows))
     profile = profile_of_advice(learned)
     assert profile.kind == "measured"
     rate = profile.numbers["costs.cpu.bytes_per_s"]

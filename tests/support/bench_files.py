@@ -74,4 +74,11 @@ def as_markdown(rows):
     return "\n".join(lines)
 
 
+def bench(folder, rows):
+    """A file with these rows."""
+    path = folder / "rows.json"
+    path.write_text(as_json(rows))
+    return path
+
+
 FORMATS = {"json": as_json, "jsonl": as_jsonl, "csv": as_csv, "md": as_markdown}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.advise import machine_in_words
-from moesim.advice.answer import Change, FlagsAnswer, Verdict
+from moesim.advice.answer import FlagsAnswer, Verdict
 from moesim.advice.given.options import (
     IK,
     LM_STUDIO,
@@ -32,7 +32,7 @@ from moesim.advice.plan.memory import (
     with_split,
 )
 from moesim.advice.plan.ranking import Forecast
-from moesim.advice.plan.what_if import cached_speed, drafted, what_ifs
+from moesim.advice.plan.what_if import WhatIf, cached_speed, drafted, what_ifs
 from moesim.advice.times.latents import Beliefs
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import DEFAULT_BATCH
@@ -94,8 +94,8 @@ def advise_flags(
     changes = [line.change(each) for each in line.trials]
     if reading.bill.fits:
         # Otherwise anything that fits is worth it.
-        changes = [each for each in changes if each.gain > 1 + WORTH_A_CHANGE]
-    ways: Sequence[Change] = ()
+        changes = [each for each in changes if each.factor > 1 + WORTH_A_CHANGE]
+    ways: Sequence[WhatIf] = ()
     if target is not None and line.now.decode.value < target:
         ways = list(line.ways(target))
     return FlagsAnswer(
@@ -111,16 +111,18 @@ def advise_flags(
     )
 
 
-def _distinct(changes: Sequence[Change]) -> list[Change]:
+def _distinct(changes: Sequence[WhatIf]) -> list[WhatIf]:
     """Return the best changes; of equally fast ones that with the fewest flags."""
-    shortest: dict[str, Change] = {}
-    for change in sorted(changes, key=lambda each: len(each.words)):
+    shortest: dict[str, WhatIf] = {}
+    for change in sorted(changes, key=lambda each: len(each.change)):
         prompt = 0.0 if change.prefill is None else change.prefill.value
         speeds = f"{change.decode.value:.3g} {prompt:.3g}"
         shortest.setdefault(speeds, change)
-    ranked = sorted(shortest.values(), key=lambda each: -each.gain)
+    ranked = sorted(shortest.values(), key=lambda each: -each.factor)
     # What is much slower than the best of them is no way to mend a line.
-    return [each for each in ranked if each.gain > 0.8 * ranked[0].gain][:MOST_CHANGES]
+    return [each for each in ranked if each.factor > 0.8 * ranked[0].factor][
+        :MOST_CHANGES
+    ]
 
 
 class _Line:
@@ -209,12 +211,12 @@ class _Line:
             tried.append(self.forecast.ranked(everything, 1)[0].candidate)
         return tried
 
-    def change(self, trial: Candidate) -> Change:
+    def change(self, trial: Candidate) -> WhatIf:
         """Say what another setting gives, and how it is written."""
         prospect = self.forecast.prospect(trial)
         gain = self.now.job.value / prospect.job.value
         words = self._words(trial.setting)
-        return Change(words, prospect.decode, prospect.prefill, gain)
+        return WhatIf(words, prospect.decode, gain, prefill=prospect.prefill)
 
     def _words(self, after: Setting) -> str:
         """What differs between the line and a setting, in the words of its engine."""
@@ -259,7 +261,7 @@ class _Line:
         )
         return replace(verdict, causes=causes)
 
-    def ways(self, target: float) -> Iterator[Change]:
+    def ways(self, target: float) -> Iterator[WhatIf]:
         """Yield what reaches a speed: one flag, then several, then another machine."""
         forecast = self.forecast
         trials = self.trials
@@ -269,7 +271,9 @@ class _Line:
         if rounded:
             trials = [*trials, forecast.ranked(rounded, 1)[0].candidate]
         changes = [self.change(each) for each in trials]
-        changes.sort(key=lambda change: (len(change.words.split(" -")), -change.gain))
+        changes.sort(
+            key=lambda change: (len(change.change.split(" -")), -change.factor)
+        )
         for change in changes:
             if change.decode.value >= target:
                 yield change
@@ -283,5 +287,4 @@ class _Line:
         others.sort(key=lambda each: each.decode.value)
         enough = [each for each in others if each.decode.value >= target]
         for each in enough[:2] or others[-1:]:
-            words = f"{each.change}{f' ({each.note})' if each.note else ''}"
-            yield Change(words, each.decode, None, each.decode.value / now)
+            yield replace(each, factor=each.decode.value / now)

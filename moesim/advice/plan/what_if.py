@@ -50,19 +50,21 @@ ADMITTED_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One change and what it would bring.
+    """One change of setting or machine, and what it would bring.
 
     Attributes:
-        change: in words.
+        change: in words, or flags.
         decode: tokens per second then.
-        factor: against the advised setting now.
+        factor: as many times as fast as now.
         note: what the figure rests on.
+        prefill: tokens per second of the prompt; None where only decode is known.
     """
 
     change: str
     decode: Interval
     factor: float
     note: str = ""
+    prefill: Interval | None = None
 
 
 def what_ifs(forecast: Forecast, best: Prospect) -> list[WhatIf]:
