@@ -108,8 +108,8 @@ class Costs:
         self._polls = polls
         self._copy_factor = _pageable_factor(profile) if pageable else 1.0
         # Empty tables: the first look-up lies beyond their end and builds them.
-        self._cpu: list[np.ndarray] = [_NO_TABLE] * shape.layers
-        self._gpu: list[np.ndarray] = [_NO_TABLE] * shape.layers
+        lanes = (CPU.name, GPU.name)
+        self._by_layer = dict.fromkeys(lanes, [_NO_TABLE] * shape.layers)
         self._unequal = bool(shape.bytes_by_expert)
         self._by_size: dict[str, np.ndarray] = {}
         if self._unequal:
@@ -138,14 +138,7 @@ class Costs:
         Raises:
             ProfileError: the profile has no CPU cost.
         """
-        if experts is not None and self._unequal:
-            return self._of_experts(CPU.name, layer, tokens, experts)
-        # Asked in every layer step: an exception once is cheaper than a check always.
-        try:
-            return self._cpu[layer].take(tokens)
-        except IndexError:
-            self._cpu = self._tables(CPU.name, tokens)
-            return self._cpu[layer].take(tokens)
+        return self._expert_s(CPU.name, layer, tokens, experts)
 
     def gpu_s(
         self,
@@ -160,13 +153,19 @@ class Costs:
         Args, returns and raises as `cpu_s`.
         """
         del gpu
+        return self._expert_s(GPU.name, layer, tokens, experts)
+
+    def _expert_s(
+        self, lane: str, layer: int, tokens: np.ndarray, experts: np.ndarray | None
+    ) -> np.ndarray:
         if experts is not None and self._unequal:
-            return self._of_experts(GPU.name, layer, tokens, experts)
+            return self._of_experts(lane, layer, tokens, experts)
+        # Asked in every layer step: an exception once is cheaper than a check always.
         try:
-            return self._gpu[layer].take(tokens)
+            return self._by_layer[lane][layer].take(tokens)
         except IndexError:
-            self._gpu = self._tables(GPU.name, tokens)
-            return self._gpu[layer].take(tokens)
+            self._by_layer[lane] = self._tables(lane, tokens)
+            return self._by_layer[lane][layer].take(tokens)
 
     def _of_experts(
         self, lane: str, layer: int, tokens: np.ndarray, experts: np.ndarray

@@ -117,16 +117,12 @@ class Accelerator:
     # -- page-locked memory -----------------------------------------------------------
 
     def page_lock(self, memory: torch.Tensor) -> None:
-        """Keep the pages of host memory in place, so that the device copies by itself.
+        """Keep the pages of host memory in place, so that the device copies by itself;
+        where torch has no call for that, leave them as they are.
 
         Raises:
             RuntimeFault: they cannot be locked.
         """
-        gib = memory.numel() / 2**30
-        raise RuntimeFault(
-            f"cannot page-lock {gib:.2f} GiB of host memory: torch has no call for"
-            f" {self.type} that locks memory in place"
-        )
 
     def page_unlock(self, memory: torch.Tensor) -> None:
         """Let go of pages that `page_lock` keeps."""
@@ -278,9 +274,6 @@ class Xpu(Accelerator):
         properties = torch.xpu.get_device_properties(self.device)
         return bool(getattr(properties, "is_integrated_gpu", False))
 
-    def page_lock(self, memory: torch.Tensor) -> None:
-        """Leave the memory as it is."""
-
 
 class Mps(Accelerator):
     """Graphics of an Apple chip."""
@@ -312,9 +305,6 @@ class Mps(Accelerator):
     def new_stream(self) -> Any:
         """The only stream there is."""
         return self.current_stream()
-
-    def page_lock(self, memory: torch.Tensor) -> None:
-        """Leave the memory as it is."""
 
 
 class HostEvent:
@@ -391,9 +381,6 @@ class Host(Accelerator):
 
     def synchronize(self) -> None:
         """Wait for nothing."""
-
-    def page_lock(self, memory: torch.Tensor) -> None:
-        """Leave the memory as it is."""
 
 
 class Rehearsal(Host):

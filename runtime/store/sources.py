@@ -445,22 +445,14 @@ class DirectFile(Closing):
             self.reason = "this system has no O_DIRECT"
             return
 
+        descriptor = -1
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | flag)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            self.reason = (
-                f"the file system refuses O_DIRECT ({_describe(error)}); reads go"
-                " through the page cache"
-            )
-            return
-
-        # Some file systems accept the flag and refuse the read.
-        try:
+            # Some file systems accept the flag and refuse the read.
             _probe(descriptor)
         except OSError as error:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
             if error.errno not in _REFUSALS:
                 raise
             self.reason = (
