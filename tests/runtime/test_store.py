@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,59 +164,51 @@ def test_distinct_beyond_the_number_of_experts_is_refused(tmp_path):
 # -- builds that are stopped -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("records", [1, 5, 12])
-def test_a_killed_build_continues_and_gives_the_same_bytes(tmp_path, records):
+def lost_pages(folder):
+    """A record that did not reach the disk, and a line of the journal that was torn."""
+    with (folder / (DATA_NAME + ".part")).open("r+b") as data:
+        data.seek(2 * SHAPE_STRIDE + 100)
+        data.write(b"lost")
+    with (folder / BUILD_LOG_NAME).open("a") as journal:
+        journal.write("6 12345")
+
+
+def renamed(folder):
+    """The last but one step of a build."""
+    (folder / (DATA_NAME + ".part")).rename(folder / DATA_NAME)
+
+
+@pytest.mark.parametrize(("seed", "records", "damage", "kept"), [
+    (0, 1, None, 1),
+    (0, 12, None, 12),
+    (0, 6, lost_pages, 2),
+    (0, 12, renamed, 12),
+    # The journal of another model is not trusted.
+    (1, 6, None, 0),
+])  # fmt: skip
+def test_a_killed_build_continues_and_gives_the_same_bytes(
+    tmp_path, seed, records, damage, kept
+):
+    """Behind the last record that is as the journal says."""
+    folder = tmp_path / "s"
     build_random_store(SHAPE, tmp_path / "whole").close()
     with pytest.raises(KilledError):
-        build_random_store(SHAPE, tmp_path / "s", progress=kill_after(records))
+        build_random_store(SHAPE, folder, seed, progress=kill_after(records))
     with pytest.raises(
         StoreError, match="an unfinished build; run it again to continue"
     ):
-        ExpertStore(tmp_path / "s")
+        ExpertStore(folder)
+    if damage is not None:
+        damage(folder)
     seen = []
-    build_random_store(SHAPE, tmp_path / "s", progress=seen.append).close()
-    assert [at.records for at in seen] == list(range(records + 1, 13))
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-    names = {path.name for path in (tmp_path / "s").iterdir()}
-    assert names == {SEAL_NAME, DATA_NAME, INDEX_NAME}
-
-
-def test_what_the_journal_vouches_for_is_checked(tmp_path):
-    """A record that did not reach the disk, and a journal line that was torn, are
-    written again.
-    """
-    build_random_store(SHAPE, tmp_path / "whole").close()
-    with pytest.raises(KilledError):
-        build_random_store(SHAPE, tmp_path / "s", progress=kill_after(6))
-    with (tmp_path / "s" / (DATA_NAME + ".part")).open("r+b") as data:
-        data.seek(2 * SHAPE_STRIDE + 100)
-        data.write(b"lost")
-    with (tmp_path / "s" / BUILD_LOG_NAME).open("a") as journal:
-        journal.write("6 12345")
-    seen = []
-    build_random_store(SHAPE, tmp_path / "s", progress=seen.append).close()
-    assert seen[0].records == 3
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-
-
-def test_a_build_killed_between_its_last_renames_continues(tmp_path):
-    directory = tmp_path / "s"
-    with pytest.raises(KilledError):
-        build_random_store(SHAPE, directory, progress=kill_after(12))
-    (directory / (DATA_NAME + ".part")).rename(directory / DATA_NAME)
-    seen = []
-    build_random_store(SHAPE, directory, progress=seen.append).close()
-    assert seen == []
-    with ExpertStore(directory) as whole:
-        whole.verify()
-
-
-def test_the_journal_of_another_model_is_not_trusted(tmp_path):
-    build_random_store(SHAPE, tmp_path / "whole", 2).close()
-    with pytest.raises(KilledError):
-        build_random_store(SHAPE, tmp_path / "s", 1, progress=kill_after(6))
-    build_random_store(SHAPE, tmp_path / "s", 2).close()
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+    build_random_store(SHAPE, folder, progress=seen.append).close()
+    assert [at.records for at in seen] == list(range(kept + 1, 13))
+    assert contents(folder) == contents(tmp_path / "whole")
+    assert {path.name for path in folder.iterdir()} == {
+        SEAL_NAME,
+        DATA_NAME,
+        INDEX_NAME,
+    }
 
 
 def test_two_builds_in_one_directory_are_refused(tmp_path):
@@ -302,16 +295,6 @@ def test_a_finished_store_is_opened_not_built_and_not_overwritten(tmp_path):
 # -- stores that cannot be trusted -----------------------------------------------------
 
 
-def test_a_truncated_store_is_refused(store):
-    path = store.directory / DATA_NAME
-    os.truncate(path, 12 * SHAPE_STRIDE - 1)
-    with pytest.raises(
-        StoreError,
-        match=r"experts\.bin: expected 49152 bytes, found 49151; it was truncated",
-    ):
-        ExpertStore(store.directory)
-
-
 def test_a_store_truncated_while_open_is_noticed_by_the_read(store):
     os.truncate(store.directory / DATA_NAME, 11 * SHAPE_STRIDE + 512)
     with (
@@ -339,32 +322,29 @@ def test_a_flipped_bit_is_found_where_it_is(store):
             damaged.read_into(1, 2, slots.record(0), check=True)
 
 
-@pytest.mark.parametrize(
-    ("altered", "found"),
-    [
-        (lambda text: text.replace("toy", "joy"), "digest does not match: it was alt"),
-        (
-            lambda text: json.dumps(json.loads(text) | {"version": 99}),
-            "store version: expected 1, found 99",
-        ),
-        (lambda _: "[1, 2]", "expected the index of an expert store"),
-    ],
-)
-def test_another_index_is_refused(store, altered, found):
-    path = store.directory / INDEX_NAME
-    path.write_text(altered(path.read_text()))
+def index_with(change):
+    """Write another index over that of a store."""
+    return lambda folder: (folder / INDEX_NAME).write_text(
+        change((folder / INDEX_NAME).read_text())
+    )
+
+
+@pytest.mark.parametrize(("damage", "found"), [
+    (index_with(lambda text: text.replace("toy", "joy")), "digest does not match"),
+    (index_with(lambda text: json.dumps(json.loads(text) | {"version": 99})),
+     "store version: expected 1, found 99"),
+    (index_with(lambda _: "[1, 2]"), "expected the index of an expert store"),
+    (lambda folder: (folder / INDEX_NAME).unlink(),
+     r"expected an expert store with store\.json, found none"),
+    (lambda folder: (folder / DATA_NAME).unlink(),
+     r"experts\.bin: cannot open: No such file"),
+    (lambda folder: os.truncate(folder / DATA_NAME, 12 * SHAPE_STRIDE - 1),
+     r"experts\.bin: expected 49152 bytes, found 49151; it was truncated"),
+])  # fmt: skip
+def test_a_damaged_store_is_refused_in_one_line(store, damage, found):
+    damage(store.directory)
     with pytest.raises(StoreError, match=found):
         ExpertStore(store.directory)
-
-
-def test_missing_files_are_named(store, tmp_path):
-    (store.directory / DATA_NAME).unlink()
-    with pytest.raises(StoreError, match=r"experts\.bin: cannot open: No such file"):
-        ExpertStore(store.directory)
-    with pytest.raises(
-        StoreError, match=r"expected an expert store with store\.json, found none"
-    ):
-        ExpertStore(tmp_path / "nowhere")
 
 
 # -- reads -----------------------------------------------------------------------------
@@ -415,28 +395,22 @@ def test_short_reads_are_continued_and_direct_ones_from_whole_blocks(
         assert all(place % BLOCK_BYTES == 0 for place in places)
 
 
-def test_a_disk_that_only_trickles_is_a_fault_not_a_hang(numbered, monkeypatch):
-    real = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:100]], at)
-    )
-    with pytest.raises(
-        RuntimeFault,
-        match="at byte 4096 gave 100 bytes, 4 times in a row; check the disk",
-    ):
+def trickling(read, descriptor, buffers, offset):
+    return read(descriptor, [buffers[0][:100]], offset)
+
+
+def failing(*_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize(("disk", "found"), [
+    (trickling, "at byte 4096 gave 100 bytes, 4 times in a row; check the disk"),
+    (failing, r"numbered: reading 8192 bytes at byte 4096 failed: .*\(EIO\)"),
+])  # fmt: skip
+def test_a_disk_that_fails_is_a_fault_not_a_hang(numbered, monkeypatch, disk, found):
+    monkeypatch.setattr(os, "preadv", partial(disk, os.preadv))
+    with pytest.raises(RuntimeFault, match=found):
         read_blocks(numbered[0], 1, 2, pretend_direct=True)
-
-
-def test_a_failing_disk_is_named_with_file_and_place(numbered, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(
-        RuntimeFault,
-        match=r"numbered: reading 8192 bytes at byte 4096 failed: .*\(EIO\)",
-    ):
-        read_blocks(numbered[0], 1, 2)
 
 
 @pytest.mark.parametrize("refused_by", ["open", "read"])
@@ -517,6 +491,24 @@ def test_more_memory_than_there_is_is_refused_in_words():
         HostSlots(1 << 20, 1 << 30)
 
 
+class CudaRuntime:
+    """CUDA's runtime, whose answers are a code."""
+
+    def __init__(self, monkeypatch, code=0):
+        self.code = code
+        self.calls = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        waits = lambda _: self.calls.append("wait")  # noqa: E731 - a stand-in
+        monkeypatch.setattr(torch.cuda, "synchronize", waits)
+
+    def cudaHostRegister(self, *_):  # noqa: N802 - CUDA's name
+        return self.code
+
+    def cudaHostUnregister(self, _):  # noqa: N802 - CUDA's name
+        self.calls.append("unlock")
+
+
 def test_page_locking_without_a_gpu_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
@@ -526,10 +518,6 @@ def test_page_locking_without_a_gpu_is_refused_in_words(monkeypatch):
 
 
 def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
-    class Runtime:
-        def cudaHostRegister(self, *_):  # noqa: N802 - CUDA's name
-            return 2
-
     launched = []
 
     def next_launch(*_, device, **__):
@@ -537,8 +525,7 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
         # CUDA reports a failed call at the next launch, too.
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    CudaRuntime(monkeypatch, code=2)
     monkeypatch.setattr(torch, "zeros", next_launch)
     with pytest.raises(
         RuntimeFault,
@@ -550,19 +537,8 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
 
 def test_pages_are_unlocked_after_what_was_launched_has_ended(monkeypatch):
     """Ctrl-C may come between the launch of a copy and the wait for it."""
-    calls = []
-
-    class Runtime:
-        def cudaHostRegister(self, *_):  # noqa: N802 - CUDA's name
-            return 0
-
-        def cudaHostUnregister(self, _):  # noqa: N802 - CUDA's name
-            calls.append("unlock")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("wait"))
+    runtime = CudaRuntime(monkeypatch)
     slots = HostSlots(1, BLOCK_BYTES, page_lock=Cuda())
     slots.close()
     slots.close()
-    assert calls == ["wait", "unlock"]
+    assert runtime.calls == ["wait", "unlock"]
