@@ -24,7 +24,7 @@ from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
 from moesim.runtime.models.expert_layout import UNUSED, group_tokens
 from moesim.runtime.models.gates import best_first, gate_facts
-from moesim.runtime.models.local_model import Pass, Sampling, generate
+from moesim.runtime.models.local_model import Pass, generate
 from moesim.runtime.models.offloaded import StoreExperts, offloaded_shape
 from moesim.runtime.record.gate_observer import GateObserver
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
@@ -191,7 +191,8 @@ class LiveRun:
         self._prompts = prompts
         self._new = new_tokens
         self._size = batch
-        self._sampling = Sampling(temperature, seed)
+        self._temperature = temperature
+        self._seed = seed
         self._keep_passes = keep_passes
         vectors = (
             None
@@ -229,7 +230,8 @@ class LiveRun:
                         self._listen,
                         begin=self._begin,
                         first=first,
-                        sampling=self._sampling,
+                        temperature=self._temperature,
+                        seed=self._seed,
                     )
                     self.result.tokens += self._generated
                     self._batch += 1

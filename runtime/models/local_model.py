@@ -303,15 +303,6 @@ class Pass(NamedTuple):
     logits: torch.Tensor
 
 
-class Sampling(NamedTuple):
-    """The rule by which the next token is chosen: greedily at temperature 0, else drawn
-    with `seed`.
-    """
-
-    temperature: float = 0.0
-    seed: int = 0
-
-
 def generate(
     local: LocalModel,
     prompts: Sequence[Sequence[int]],
@@ -320,7 +311,8 @@ def generate(
     *,
     begin: Callable[[dict[str, Any]], None] = lambda _inputs: None,
     first: int = 0,
-    sampling: Sampling | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> None:
     """Run prefill and decode with a KV cache.
 
@@ -335,12 +327,10 @@ def generate(
         observe: called after every pass.
         begin: called before every pass with what the model is given.
         first: number of the first sequence, for its random draws.
-        sampling: greedy when None.
+        temperature: 0 decodes greedily, else tokens are drawn with `seed`.
+        seed: of the draws.
     """
-    sampling = sampling or Sampling()
-    draws = [
-        _generator(sampling.seed, first + number) for number in range(len(prompts))
-    ]
+    draws = [_generator(seed, first + number) for number in range(len(prompts))]
     ends = _end_tokens(local.model)
     # Not every model takes positions, or can leave out logits that are not used.
     accepted = inspect.signature(local.model.forward).parameters
@@ -370,7 +360,7 @@ def generate(
         # Ended sequences stay in the batch as rows that are masked and not kept: so the
         # KV cache needs no change.
         alive = keep[:, -1]
-        chosen = _choose(out.logits[:, -1], sampling.temperature, draws)
+        chosen = _choose(out.logits[:, -1], temperature, draws)
         keep = (alive & ~torch.isin(chosen, ends.to(local.device)))[:, None]
         if not keep.any():
             return

@@ -30,7 +30,6 @@ from moesim.runtime.models.gates import find_blocks, gate_facts
 from moesim.runtime.models.local_model import (
     LocalModel,
     Pass,
-    Sampling,
     generate,
     load_model,
     model_shape,
@@ -179,7 +178,8 @@ def _record_sequences(
                 how.new_tokens,
                 observe,
                 first=first,
-                sampling=Sampling(how.temperature, how.seed),
+                temperature=how.temperature,
+                seed=how.seed,
             )
         segments.write(
             [recorder.rows(row, len(prompt)) for row, prompt in enumerate(group)]
