@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 
 from moesim.base.errors import StoreError
 from moesim.base.inputs import load_json, read_text
-from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,18 +94,8 @@ _DIGEST_BYTES: Final = 4096
 
 def tensor_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers; shared tensors count once."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(module))
-
-
-def main_dtype(module: nn.Module) -> str:
-    """Name the dtype that most bytes of a module have, as recorded shapes do."""
-    sizes: dict[str, int] = {}
-    for tensor in _tensors(module):
-        name = dtype_name(tensor.dtype)
-        sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
-
-    largest = max(sizes, key=lambda name: sizes[name], default="float32")
-    return DTYPES.get(largest, largest)
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -130,12 +119,6 @@ def weights_digest(model: nn.Module) -> str:
             raw = piece.cpu().contiguous().view(torch.uint8)
             total.update(raw.numpy().tobytes())
     return total.hexdigest()
-
-
-def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    """List parameters and buffers, each once."""
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 _SAMPLED_PAGES: Final = 64

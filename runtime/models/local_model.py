@@ -26,11 +26,12 @@ from safetensors import SafetensorError
 
 from moesim.base.errors import TraceError
 from moesim.runtime.models.checkpoint import (
+    DTYPES,
     first_setting,
-    main_dtype,
     tensor_bytes,
     text_config,
 )
+from moesim.runtime.models.expert_layout import dtype_name
 from moesim.runtime.models.gates import GateFacts, MoeBlock, find_blocks, gate_facts
 from moesim.traces.format.schema import ModelShape
 
@@ -200,6 +201,7 @@ def model_shape(
     shared_count = first_setting(config, _SHARED_COUNTS, 1) if shared_width else 0
 
     expert_bytes = tuple(block.expert_bytes for block in blocks)
+    dtype = dtype_name(next(first.experts.parameters()).dtype)
     return ModelShape(
         name=name,
         layers=len(blocks),
@@ -220,7 +222,7 @@ def model_shape(
         window_tokens=window if windowed else 0,
         windowed_layers=windowed,
         vocab=int(config.vocab_size),
-        dtype=main_dtype(first.experts),
+        dtype=DTYPES.get(dtype, dtype),
         scoring=facts.scoring,
         norm_topk=facts.norm_topk,
         assumed=facts.assumed,
