@@ -108,11 +108,11 @@ def test_the_command_line_makes_it_and_policies_find_it(tmp_path, capsys):
     assert "expected calibration text" in printed.err
     code, printed = run()
     assert code == 0, printed.err
-    last = printed.out.splitlines()[-1]
-    assert last.endswith(
-        "activation_counts, activation_matrices, prefetch_accuracy, residual,"
-        " single_share, transitions"
+    named = (
+        "calibration: activation_counts, activation_matrices, prefetch_accuracy,"
+        " residual, single_share, transitions"
     )
+    assert named in printed.out.splitlines()
 
     trace = open_trace(out)
     assert trace.header.split == "calibration"
