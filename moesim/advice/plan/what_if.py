@@ -188,26 +188,18 @@ def _quantisations(forecast: Forecast, best: Prospect) -> list[WhatIf]:
         # Some models keep their experts as trained, whatever the label says.
         if other.expert_bytes == model.expert_bytes:
             continue
+        words = f"quantisation {label}"
         fitting = candidates(other, forecast.machine, job)
         # Said, because a missing line looks like an oversight.
         if not fitting:
-            answers.append(
-                WhatIf(
-                    f"quantisation {label}", Interval(1e-9, 0.0), 0.0, "does not fit"
-                )
-            )
+            nothing = Interval(1e-9, 0.0)
+            answers.append(WhatIf(words, nothing, 0.0, "does not fit"))
             continue
         again = Forecast(other, forecast.machine, forecast.job, forecast.beliefs)
-        fastest = again.ranked(advisable(fitting), 1)[0]
-        answers.append(
-            WhatIf(
-                f"quantisation {label}",
-                fastest.decode,
-                fastest.decode.value / best.decode.value,
-                f"{other.file_bytes / 1e9:.1f} GB instead of"
-                f" {model.file_bytes / 1e9:.1f}",
-            )
-        )
+        speed = again.ranked(advisable(fitting), 1)[0].decode
+        now, then = (f"{each.file_bytes / 1e9:.1f}" for each in (model, other))
+        factor = speed.value / best.decode.value
+        answers.append(WhatIf(words, speed, factor, f"{then} GB instead of {now}"))
     return answers
 
 
@@ -220,41 +212,21 @@ def requantised(model: ModelContents, label: str) -> ModelContents | None:
     if formats is None or model.main_format == formats.up:
         return None
     try:
-        named = named_contents(model.name, label)
+        named = named_contents(model.name, label).layers
     except AdviceError:
-        named = None
-    if named is not None and len(named.layers) == len(model.layers):
-        layers = tuple(
-            replace(
-                layer,
-                expert_bytes=other.expert_bytes,
-                expert_formats=other.expert_formats,
-            )
-            for layer, other in zip(model.layers, named.layers, strict=True)
-        )
-        return replace(model, layers=layers, quant=label)
-    return _by_bits(model, label)
-
-
-def _by_bits(model: ModelContents, label: str) -> ModelContents:
-    """Scale the experts by bits per weight."""
-    formats = recipe(label)
-    assert formats is not None
-    layers = []
-    for layer in model.layers:
-        stored = round(layer.expert_weights * _mixed_bytes(label))
-        changed = replace(
-            layer, expert_bytes=stored, expert_formats={formats.up: stored}
-        )
-        layers.append(changed if layer.experts else layer)
-    return replace(model, layers=tuple(layers), quant=label)
-
-
-def _mixed_bytes(label: str) -> float:
-    formats = recipe(label)
-    assert formats is not None
-    down = (bytes_per_weight(formats.down) + bytes_per_weight(formats.down_more)) / 2
-    return (2 * bytes_per_weight(formats.up) + down) / 3
+        named = ()
+    stored = [(layer.expert_bytes, layer.expert_formats) for layer in named]
+    if len(named) != len(model.layers):
+        # By bits per weight; some layers' down projections have more.
+        down = bytes_per_weight(formats.down) + bytes_per_weight(formats.down_more)
+        mean = (2 * bytes_per_weight(formats.up) + down / 2) / 3
+        sizes = [round(layer.expert_weights * mean) for layer in model.layers]
+        stored = [(size, {formats.up: size} if size else {}) for size in sizes]
+    layers = tuple(
+        replace(layer, expert_bytes=size, expert_formats=by_format)
+        for layer, (size, by_format) in zip(model.layers, stored, strict=True)
+    )
+    return replace(model, layers=layers, quant=label)
 
 
 @dataclass(frozen=True, slots=True)
