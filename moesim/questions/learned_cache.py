@@ -8,8 +8,9 @@ every miss admitted, while its evictions are recorded.
 from __future__ import annotations
 
 import hashlib
-import time
+import timeit
 from dataclasses import replace
+from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,6 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.errors import TraceError
-from moesim.base.units import percent
 from moesim.engine.observers import observed_policy
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._learned_network import FlashMoERequests, LRURequests
@@ -32,7 +32,7 @@ from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moesim.policies.cache._learned_network import Network
     from moesim.traces.format.batch import RoutedStep
@@ -45,6 +45,7 @@ CAUSAL_BASELINES = FlashMoE.compared_with
 BASELINES = (*CAUSAL_BASELINES, BOUND)
 """What the learned policy is compared with: causal ones, and what bounds them all."""
 RATIOS = (0.125, 0.25, 0.5)
+BY_REQUEST = ", by request"
 
 
 def evaluate(
@@ -96,23 +97,25 @@ def evaluate(
     rows = []
     for spec in policies:
         recorder, hit_rate = record(spec)
-        row = {
-            "policy": spec,
-            "hit_rate": hit_rate,
-            "evictions": recorder.evictions,
-            "optimal": _share(recorder.optimal, recorder.evictions),
-            "refetch_5": _share(recorder.soon, recorder.evictions),
-            "delay_steps": mean_delay(recorder.stays, belady.stays),
-        }
-        rows.append(row)
+        evictions = recorder.evictions
+        rows.append(
+            {
+                "policy": spec,
+                "hit_rate": hit_rate,
+                "evictions": evictions,
+                "optimal": recorder.optimal / evictions if evictions else None,
+                "refetch_5": recorder.soon / evictions if evictions else None,
+                "delay_steps": mean_delay(recorder.stays, belady.stays),
+            }
+        )
     return rows
 
 
 def per_request(
     steps: Iterable[RoutedStep], trained: Network, slots: int
-) -> dict[str, float | None]:
-    """Hit rates where requests are served one by one, by policy: the learned one as in
-    the released code, and LRU.
+) -> list[dict[str, Any]]:
+    """Hit rates where requests are served one by one: of the learned policy as in the
+    released code, and of LRU.
     """
     caches: dict[str, FlashMoERequests | LRURequests] = {
         LEARNED: FlashMoERequests(trained, slots),
@@ -125,11 +128,13 @@ def per_request(
             accesses += len(routed.experts)
             for name, cache in caches.items():
                 hits[name] += cache.serve(routed.layer, routed.experts)
-    return {name: _share(count, accesses) for name, count in hits.items()}
-
-
-def _share(count: int, total: int) -> float | None:
-    return count / total if total else None
+    return [
+        {
+            "policy": f"{name}{BY_REQUEST}",
+            "hit_rate": count / accesses if accesses else None,
+        }
+        for name, count in hits.items()
+    ]
 
 
 def cache_sizes(shape: ModelShape, *ratios: float) -> list[int]:
@@ -169,14 +174,13 @@ def report(
     shape = trace.shape
     artefacts = {LEARNED: trained._asdict()}
     policies = (LEARNED, *BASELINES)
-    sizes = [
-        {
-            "slots": count,
-            "ratio": count / shape.experts,
-            "policies": evaluate(policies, held_out, shape, count, artefacts),
-            "per_request": per_request(held_out, trained, count),
-        }
+    rows = [
+        {"slots": count, "ratio": count / shape.experts, **row}
         for count in slots
+        for row in (
+            *evaluate(policies, held_out, shape, count, artefacts),
+            *per_request(held_out, trained, count),
+        )
     ]
     return {
         "trace": trace.path.name,
@@ -185,27 +189,28 @@ def report(
         "held_out_steps": [start, start + len(held_out)],
         "training": dict(facts),
         "evaluation_s": evaluation_s(trained),
-        "sizes": sizes,
+        "rows": rows,
     }
 
 
-def evaluation_s(trained: Network, times: int = 200) -> float:
+def evaluation_s(trained: Network) -> float:
     """Measure the median seconds of one evaluation of one layer on this machine, with
     numpy.
     """
     # Any numbers will do: a product takes as long whatever it multiplies.
     features = np.linspace(0.0, 1.0, 2 * trained.experts, dtype=np.float32)
-    seconds = []
-    for number in range(times):
-        # Layers take turns, as in a run: weights of the last one are not in the cache.
-        layer = number % trained.layers
-        begin_s = time.perf_counter()
-        trained.evaluate(layer, features)
-        seconds.append(time.perf_counter() - begin_s)
-    return median(seconds)
+    # Layers take turns, as in a run: weights of the last one are not in the cache.
+    layers = cycle(range(trained.layers))
+
+    def evaluate_next() -> None:
+        trained.evaluate(next(layers), features)
+
+    return median(timeit.repeat(evaluate_next, number=1, repeat=200))
 
 
 _COLUMNS = [
+    Column("slots", "slots per layer"),
+    Column("ratio", "of experts", "share"),
     Column("policy", "policy"),
     Column("hit_rate", "hit rate", "share"),
     Column("evictions", "evictions"),
@@ -216,7 +221,7 @@ _COLUMNS = [
 
 
 def learned_answer(report: Mapping[str, Any]) -> Answer:
-    """Say whether the learned policy is worth it, a table for each cache size.
+    """Say whether the learned policy is worth it, at each size of the cache.
 
     Args:
         report: as `moesim.questions.learned_cache.report` makes it.
@@ -235,38 +240,33 @@ def learned_answer(report: Mapping[str, Any]) -> Answer:
         f" in {facts['seconds_s']:.0f} s, validation loss"
         f" {facts['validation_loss_first']:.4f} to {facts['validation_loss_best']:.4f}",
     }
-    tables, sentences = [], []
-    for size in report["sizes"]:
-        words = f"{size['slots']} slots per layer ({percent(size['ratio'])} of experts)"
-        rows = pd.DataFrame(size["policies"]).sort_values("hit_rate", ascending=False)
-        each = (f"{name} {percent(rate)}" for name, rate in size["per_request"].items())
-        note = (
-            "served one request at a time, as the released code does:"
-            f" {', '.join(each)}"
-        )
-        tables.append(Listing(rows, _COLUMNS, title=words, note=note))
-        sentences.append(f"{words}: {conclusion(size['policies'])}")
+    rows = pd.DataFrame(report["rows"])
+    rows = rows.sort_values(["slots", "hit_rate"], ascending=[True, False])
+    note = "by request: served one at a time, as the released code does"
     return Answer(
         question="is a learned cache worth it?",
         subject=report["model"],
         setting=list(setting.items()),
-        tables=tables,
-        sentences=sentences,
+        tables=[Listing(rows, _COLUMNS, lead=3, note=note)],
+        sentences=[
+            f"{slots} slots per layer: {conclusion(of_size)}"
+            for slots, of_size in rows.groupby("slots")
+        ],
         data=dict(report),
     )
 
 
-def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
+def conclusion(rows: pd.DataFrame) -> str:
     """State whether the learned policy beats each causal baseline, in points of the hit
     rate.
     """
-    rates = {row["policy"]: row["hit_rate"] or 0.0 for row in rows}
-    gains = {name: rates[LEARNED] - rates[name] for name in CAUSAL_BASELINES}
+    rates = rows.set_index("policy")["hit_rate"].fillna(0.0)
+    gains = rates[LEARNED] - rates[list(CAUSAL_BASELINES)]
     points = [f"{100 * gain:+.1f} to {name}" for name, gain in gains.items()]
     # Equal is not better.
-    unbeaten = [name for name, gain in gains.items() if gain <= 0]
+    unbeaten = gains.index[gains <= 0]
     outcome = "beats every causal rival"
-    if unbeaten:
+    if len(unbeaten):
         outcome = f"does not beat {', '.join(unbeaten)}"
     return f"the learned policy {outcome}; points of hit rate: {', '.join(points)}"
 
@@ -363,9 +363,8 @@ def mean_delay(
         belady: the same under Belady.
     """
     names = ["key", "first", "last"]
-    ours, theirs = (
-        pd.DataFrame(each, columns=names, dtype=np.int64) for each in (stays, belady)
-    )
+    ours = pd.DataFrame(stays, columns=names, dtype=np.int64)
+    theirs = pd.DataFrame(belady, columns=names, dtype=np.int64)
     ends = pd.merge_asof(
         ours.sort_values("first"),
         theirs[["key", "last"]].sort_values("last"),
@@ -376,8 +375,8 @@ def mean_delay(
         suffixes=("", "_belady"),
     )
     delays = ends["last"] - ends["last_belady"]
-    delays = delays[delays > 0]
-    return float(delays.mean()) if len(delays) else None
+    late = delays[delays > 0]
+    return float(late.mean()) if len(late) else None
 
 
 NEAR = 0.1
@@ -433,18 +432,17 @@ def check_held_out(training: Trace, held_out: Trace) -> None:
     Raises:
         TraceError: they share some, whatever their files are called.
     """
-    learned = set(_routing_digests(training))
-    judged = list(_routing_digests(held_out))
-    shared = sum(digest in learned for digest in judged)
+    learned, judged = (
+        [
+            hashlib.sha256(rows.experts.tobytes()).hexdigest()
+            for rows in trace.sequences()
+        ]
+        for trace in (training, held_out)
+    )
+    shared = np.isin(judged, learned).sum()
     if shared:
         raise TraceError(
             f"{held_out.path}: expected sequences to judge on that are not in"
             f" {training.path}, found {shared} of {len(judged)} that are; hold out"
             " another trace, or leave a part of this one to be held out"
         )
-
-
-def _routing_digests(trace: Trace) -> Iterator[bytes]:
-    """A digest of each sequence: which experts its tokens chose."""
-    for rows in trace.sequences():
-        yield hashlib.sha256(rows.experts.tobytes()).digest()
