@@ -69,7 +69,10 @@ def test_a_thread_that_shares_its_core_is_seen_to_wait():
         before = evidence.read()
         shared = before.since(before)
         # Until the scheduler has let the other one work, whenever that is.
-        while shared.waited_s < 1e-3 and time.perf_counter() < begin_s + 120:
+        while time.perf_counter() < begin_s + 120:
+            # A move to another core is waited for, too, and is no switch.
+            if shared.waited_s >= 1e-3 and shared.switches:
+                break
             shared = evidence.read().since(before)
         walls.append(time.perf_counter() - begin_s)
         counted.append(shared)
