@@ -90,6 +90,8 @@ replay @t.parquet --prefetch-budget 9223372036854775808   | --prefetch-budget
 replay @t.parquet --draft-tokens 9223372036854775808      | --draft-tokens
 replay @t.parquet --seed -1                               | --seed
 replay @t.parquet --warm @text.parquet                    | text.parquet
+replay @t.parquet --warm tiny                             | --warm; expected 3 layers x 8 experts; record it from that model
+train-cache @t.parquet --held-out tiny --out o            | --held-out; record it from that model
 replay @t.parquet --artefacts @folder                     | --artefacts
 replay @t.parquet --out @t.parquet                        | t.parquet; expected a folder
 replay @t.parquet --out /proc/run                         | /proc

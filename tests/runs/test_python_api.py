@@ -13,8 +13,10 @@ from moesim.base.options import ConfigError
 from moesim.policies import registry
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
+from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import share_of
+from moesim.runs.sweeps.sweep import configs_of
 
 STEPS = 2
 
@@ -39,6 +41,8 @@ def test_policies_may_stand_in_one_text():
     assert list(moesim.compare("tiny", "greedy", steps=STEPS).runs) == ["greedy"]
     swept = moesim.sweep("tiny", "greedy,all-cpu", steps=STEPS, jobs=1)
     assert list(swept["policy"]) == ["greedy", "all-cpu"]
+    every = configs_of("tiny", {"policy": "systems,greedy"})
+    assert [config.policy for config in every] == [*SYSTEMS, "greedy"]
 
 
 def test_a_size_is_an_option_under_both_names():
