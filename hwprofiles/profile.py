@@ -336,6 +336,9 @@ def parse_profile(raw: Mapping[str, Any], *, where: str) -> HardwareProfile:
     sections = {key: raw[key] for key in paths.SECTIONS if key in raw}
     stated = {key: raw[key] for key in raw if key not in sections}
     head = parse_table(stated, _Head, where=where)
+    for key in _TEXT_KEYS:
+        if not getattr(head, key):
+            raise ProfileError(f"{where}: {key}: expected a text, found none")
     numbers, curves = parse_numbers(sections, where=where)
     return HardwareProfile(
         # Others' files must do nothing to a terminal or a page.
