@@ -396,6 +396,10 @@ def test_intervals_from_two_rows_hold_at_least_what_they_say():
     assert np.mean(inside) >= 0.86
 
 
+def test_a_stretch_is_a_factor_and_an_addition():
+    assert stretched(0.1, (0.5, 0.2)) == pytest.approx(math.hypot(0.05, 0.2))
+
+
 @pytest.mark.skipif(not WIDE.is_dir(), reason="no folder of other people's machines")
 def test_shipped_intervals_hold_other_peoples_rows():
     """Not blind: the shipped population knows them. Blind figures are in machines.md."""
