@@ -27,12 +27,13 @@ class LaneKind(NamedTuple):
 
     Attributes:
         name: of the kind, and the beginning of its lanes' names.
-        purpose: what such a lane does.
         unit: what the size of one operation is counted in.
         per_gpu: each GPU has a lane of this kind; otherwise the machine has one.
         fills_memory: its operations bring experts into a memory, so they need a place
             there.
-        end_rank: order of operations that end at the same instant, lowest first.
+        end_rank: order of operations that end at the same instant, lowest first: reads
+            and copies land, then results of GPU and CPU, then control, so that a
+            decision sees everything that has landed.
         core_busy_with: accelerators beside which the lane keeps a host core busy.
         noise_paths: entries of a profile whose quantiles single operations are drawn
             from; the first one that has quantiles counts.
@@ -41,7 +42,6 @@ class LaneKind(NamedTuple):
     """
 
     name: str
-    purpose: str
     unit: WorkUnit
     per_gpu: bool
     end_rank: int
@@ -76,7 +76,6 @@ _NEVER: frozenset[Accelerator] = frozenset()
 
 CONTROL = LaneKind(
     "control",
-    purpose="gates, plans and hands out work: the host's main thread",
     unit="experts",
     per_gpu=False,
     end_rank=5,
@@ -84,18 +83,18 @@ CONTROL = LaneKind(
     # One distribution for all policies, that of all plannings together.
     noise_paths=(paths.planning(paths.DEFAULT_POLICY).base_s,),
 )
+"""Gates, plans and hands out work: the host's main thread."""
 CPU = LaneKind(
     "cpu",
-    purpose="computes experts from host memory",
     unit="tokens",
     per_gpu=False,
     end_rank=4,
     core_busy_with=_ALWAYS,
     noise_paths=(paths.points("cpu"), paths.roofline("cpu").overhead_s),
 )
+"""Computes experts from host memory."""
 GPU = LaneKind(
     "gpu",
-    purpose="computes dense parts, and experts from GPU memory",
     unit="tokens",
     per_gpu=True,
     end_rank=3,
@@ -104,9 +103,9 @@ GPU = LaneKind(
     core_busy_with=_ON_THE_HOST,
     noise_paths=(paths.points("gpu"), paths.roofline("gpu").overhead_s),
 )
+"""Computes dense parts, and experts from GPU memory."""
 H2D = LaneKind(
     "h2d",
-    purpose="copies experts from host memory to a GPU",
     unit="bytes",
     per_gpu=True,
     end_rank=1,
@@ -114,18 +113,18 @@ H2D = LaneKind(
     noise_paths=(paths.points("h2d"), paths.link("h2d").bytes_per_s),
     fills_memory=True,
 )
+"""Copies experts from host memory to a GPU."""
 D2H = LaneKind(
     "d2h",
-    purpose="copies experts and activations from a GPU to host memory",
     unit="bytes",
     per_gpu=True,
     end_rank=2,
     core_busy_with=_ON_THE_HOST,
     noise_paths=(paths.points("d2h"), paths.link("d2h").bytes_per_s),
 )
+"""Copies experts and activations from a GPU to host memory."""
 SSD = LaneKind(
     "ssd",
-    purpose="reads experts from the SSD into host memory",
     unit="bytes",
     per_gpu=False,
     end_rank=0,
@@ -134,6 +133,7 @@ SSD = LaneKind(
     noise_paths=(paths.points("ssd"), paths.link("ssd").bytes_per_s),
     fills_memory=True,
 )
+"""Reads experts from the SSD into host memory."""
 
 LANE_KINDS = (CONTROL, CPU, GPU, H2D, D2H, SSD)
 """All kinds, in the order in which a machine lists its lanes. Timelines store lanes by
@@ -145,11 +145,6 @@ COMPUTE_KINDS = tuple(kind for kind in LANE_KINDS if kind.unit == "tokens")
 
 LINK_KINDS = tuple(kind for kind in LANE_KINDS if kind.unit == "bytes")
 """Kinds that move weights."""
-
-END_ORDER = tuple(sorted(LANE_KINDS, key=lambda kind: kind.end_rank))
-"""Kinds by the order of events at the same instant: reads and copies land first, then
-GPU and CPU results, then control, so that a decision sees everything that has landed.
-"""
 
 _BY_NAME = {kind.name: kind for kind in LANE_KINDS}
 

@@ -14,6 +14,7 @@ import torch
 from moesim.base.errors import RuntimeFault
 from moesim.base.host_checks import LEAST_FREE_BYTES, Finding, fails, holds, limited
 from moesim.base.host_limits import available_cores, processor
+from moesim.base.units import percent
 from moesim.runtime.accelerators import HOST, accelerator_here
 from moesim.runtime.measure.card import many_s
 from moesim.runtime.measure.copies import noise_file
@@ -203,7 +204,7 @@ def _device_overlap(accelerator: Accelerator, nbytes: int) -> Finding:
         many_s(accelerator, work, _SHARE_S) for work in (copy, product, both)
     )
     share = overlap_share(alone_s, product_s, both_s)
-    words = f"{share:.0%} of the shorter one is hidden"
+    words = f"{percent(share, 0)} of the shorter one is hidden"
     if share >= 0.5:
         return holds(words, share=share)
     return limited(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.text import one_line, visible
+from moesim.base.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,7 +140,7 @@ class PlainProgress:
         words = f"{self._label}: {done:g} done"
         if total:
             share = min(done / total, 1.0)
-            words = f"{self._label}: {share:.0%}"
+            words = f"{self._label}: {percent(share, 0)}"
         # Of the first steps nothing can be foretold.
         if total and share >= _FORETOLD:
             left_s = (now_s - self._begin_s) * (1.0 - share) / share

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from moesim.base import host_checks
 from moesim.base.host_checks import Finding, fails, holds, limited
+from moesim.base.units import percent
 from moesim.base.version import __version__
 from moesim.hwprofiles.profile import HardwareProfile, load_profile
 from moesim.reporting.tables import screen
@@ -309,7 +310,7 @@ def _overlap(run: Any) -> Finding:
     )
     total_s = float((moves["end_s"] - moves["start_s"]).sum())
     share = min(1.0, hidden_s / total_s) if total_s else 0.0
-    words = f"{share:.0%} of copying and reading was hidden behind computing"
+    words = f"{percent(share, 0)} of copying and reading was hidden behind computing"
     if share > 0.0 or not total_s:
         return holds(words, share=share)
     return limited(

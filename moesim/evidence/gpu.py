@@ -23,6 +23,7 @@ import numpy as np
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
+from moesim.base.units import percent
 from moesim.evidence.validation.verify import (
     CALIBRATED,
     JOURNAL,
@@ -600,7 +601,7 @@ def _recording_words(result: Mapping[str, Any]) -> list[str]:
         return []
     words = (
         f"recording: {same['tokens']} tokens compared with the CPU's,"
-        f" {same['same_experts']:.1%} of choices equal, scores within"
+        f" {percent(same['same_experts'])} of choices equal, scores within"
         f" {same['largest']:.1e}"
     )
     return [words]
@@ -616,9 +617,9 @@ def _run_words(result: Mapping[str, Any]) -> list[str]:
             )
         lines.append(f"times: {times['words']}")
         lines.append(
-            f"times, whole errors: per token {times['whole_error'] or 0.0:.1%}, first"
-            f" token {times['first_token_error'] or 0.0:.1%} in the median; repetitions"
-            f" differ by {times['repetitions'] or 0.0:.1%}"
+            f"times, whole errors: per token {percent(times['whole_error'] or 0.0)},"
+            f" first token {percent(times['first_token_error'] or 0.0)} in the median;"
+            f" repetitions differ by {percent(times['repetitions'] or 0.0)}"
         )
         if times["left_out"]:
             lines.append(f"left out for want of time: {times['left_out']}")

@@ -434,9 +434,9 @@ _EVICTION_NOTE = (
 )
 _GRADES = [
     Column("costs", "costs of a layer"),
-    Column("mean", "mean"),
-    Column("p95", "95th percentile"),
-    Column("max", "worst"),
+    Column("mean", "mean", "ratio"),
+    Column("p95", "95th percentile", "ratio"),
+    Column("max", "worst", "ratio"),
     Column("optimal_share", "optimal", "share"),
 ]
 _MIXES = [

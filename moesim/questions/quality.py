@@ -22,6 +22,7 @@ from moesim.base.errors import TraceError
 from moesim.base.files import write_text
 from moesim.base.inputs import read_text
 from moesim.base.options import as_list
+from moesim.base.units import percent
 from moesim.reporting.answers import Answer
 from moesim.reporting.figures import Axis, Figure
 from moesim.reporting.parts import Column, Listing, records
@@ -330,7 +331,7 @@ def quality_drawn(report: Quality, measure: str) -> Figure:
     rows = report.frame.sort_values("cache_ratio", kind="stable")
     routing = rows["routing"].str.partition(":")
     return Figure(
-        rows.assign(cache=rows["cache_ratio"].map("{:.3g}".format), swept=routing[2]),
+        rows.assign(cache=rows["cache_ratio"].map(percent), swept=routing[2]),
         Axis("hit_rate_active", "hit rate of active experts", ".0%"),
         _MEASURES[measure],
         f"{config['model']}, {config['tokens']:,} tokens; {config['assignment']},"
@@ -341,11 +342,10 @@ def quality_drawn(report: Quality, measure: str) -> Figure:
     )
 
 
-def save_quality(report: Quality, folder: Path) -> list[Path]:
+def save_quality(answer: Answer, folder: Path) -> list[Path]:
     """Write figures, configuration, pictures and the page; return the files."""
     figures = folder / "quality.json"
-    write_text(figures, json.dumps(report.to_json(), indent=2) + "\n")
-    answer = quality_answer(report)
+    write_text(figures, json.dumps(answer.data, indent=2) + "\n")
     pictures = [
         answer.figure(name).save(folder / f"quality-{name}.png")
         for name in answer.figures

@@ -87,7 +87,7 @@ class Sensitivity:
         fetched = [row["tokens"] for row in self.break_even if row["fetch"]]
         since = f"never, up to {_TOKENS[-1]} tokens"
         if fetched:
-            since = f"from {fetched[0]} tokens of an expert on"
+            since = f"where it has {fetched[0]} or more tokens"
         rates = ", ".join(
             f"{share} times that: {percent(rate or 0.0)}"
             for share, rate in self.cliff["hit_rate"].items()

@@ -134,6 +134,7 @@ def stats_figures(summary: TraceSummary) -> dict[str, Figure]:
             "Share of a step's active experts that the step before used",
             facts["overlap_chance"],
             "by chance",
+            ".0%",
         ),
         "reuse": Figure(
             # The last entry counts first uses, which have no distance.
@@ -211,12 +212,13 @@ def _by_layer(
     label: str,
     level: float | None,
     meaning: str,
+    form: str = "",
 ) -> Figure:
     """A bar for each layer, and a line at a level to compare with."""
     return Figure(
         _values({"": values}),
         LAYER,
-        Axis("value", words, zero=True),
+        Axis("value", words, form, zero=True),
         f"{label}, by layer; dashed: {meaning}",
         mark="bar",
         rules=[] if level is None else [("y", level, meaning)],
@@ -247,8 +249,8 @@ def _curves(summary: TraceSummary) -> Figure:
         _values(rates),
         Axis("at", "experts cached per layer", limits=(0, experts)),
         Axis("value", "hit rate in decode", ".0%", limits=(0, 1)),
-        "Hit rate over the size of a cache that begins empty; dashed: the bend, and"
-        " caches that see the future",
+        "Hit rate over the size of a cache that begins empty; vertical: where LRU"
+        " bends; grey: equally used experts",
         series="of",
         dashed=frozenset(name for name in rates if "Belady" in name),
         rules=[("x", knee["slots"], "bend of LRU") for knee in knees],

@@ -71,6 +71,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "tokens/s": lambda value: number(value, " tok/s"),
     "J": lambda value: number(value, " J"),
     "times": lambda value: f"{value:.2f} times",
+    "ratio": lambda value: f"{value:.2f}",
     "": lambda value: f"{value:,}" if isinstance(value, int) else number(value),
 }
 
@@ -83,7 +84,7 @@ class Column:
         name: in frames and JSON.
         head: in words.
         unit: of its values in frames: ``s``, ``bytes``, ``bytes/s``, ``share``,
-            ``tokens/s``, ``J``, ``times``, or empty.
+            ``tokens/s``, ``J``, ``times``, ``ratio``, or empty.
     """
 
     name: str

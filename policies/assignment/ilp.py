@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from moesim.base.units import percent
 from moesim.policies.arrays import zeros
 from moesim.policies.assignment._optimum import modelled_costs, modelled_s, optimal
 from moesim.policies.assignment._placing import by_gap
@@ -117,7 +118,8 @@ class ILP(AssignmentPolicy):
         line = (
             f"ilp: the limit of {self.limit_s:g} s ended the search in"
             f" {self._unproven:,} layer steps; their plans are at most"
-            f" {self._widest_gap:.1%} slower than the best (limit_s=none searches on)"
+            f" {percent(self._widest_gap)} slower than the best (limit_s=none searches"
+            " on)"
         )
         return [line]
 

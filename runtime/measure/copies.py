@@ -19,6 +19,7 @@ import torch
 
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import ScratchFolder
+from moesim.base.units import percent
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.measure.sampling import event_timer, once_s, pool_bytes, sample
@@ -262,7 +263,9 @@ def _measure_reads(
         core_share = busy_s / (time.perf_counter() - begin_s)
 
     measurements.link(
-        "ssd", by_size, f"{source}, one at a time; core busy {core_share:.0%} of a read"
+        "ssd",
+        by_size,
+        f"{source}, one at a time; core busy {percent(core_share, 0)} of a read",
     )
     return core_share
 

@@ -271,6 +271,28 @@ def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody():
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+IMPATIENT = """
+import os, sys
+from moesim.cli.errors import guarded
+def interrupt(times):
+    for _ in range(times):
+        os.kill(os.getpid(), int(sys.argv[1]))
+def work():
+    try:
+        interrupt(1)
+    finally:
+        interrupt(int(sys.argv[2]) - 1)
+        print("cleared up")
+guarded(work, [])
+"""
+
+
+@pytest.mark.parametrize(("times", "out"), [(2, "cleared up\n"), (3, "")])
+def test_a_second_interrupt_lets_the_clearing_up_end_and_a_third_cuts_it(times, out):
+    done = processes.run_python("-c", IMPATIENT, int(signal.SIGINT), times)
+    assert (done.returncode, done.stdout, done.stderr) == (130, out, "interrupted\n")
+
+
 # Words and numbers.
 
 

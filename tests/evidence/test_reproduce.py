@@ -252,5 +252,6 @@ def test_a_reproduction_names_models_traces_and_caveats(moesim):
 def test_what_a_trace_lacks_is_said_once_below_the_table(moesim, tmp_path, tiny_shape):
     trace = write_trace(tmp_path / "bare.parquet", tiny_shape, ((0, 6),))
     printed = moesim("daop-next-layer", "--trace", trace).stdout
-    assert "[1] lacks column pred1_raw" in printed
+    assert printed.count("[1] lacks column pred1_raw") == 1
+    assert printed.count("note: ") == len(EXPERIMENTS["daop-next-layer"].remarks)
     assert "84.11" in printed

@@ -538,6 +538,16 @@ def test_a_ratio_that_an_exchange_moves_far_is_not_decided(ours, exchanged, deci
     assert (counts["ratios"], counts["all_ratios"]) == (int(decided), 1)
 
 
+def test_a_page_gives_reasons_for_the_exchanges_of_its_papers_alone():
+    answered = Answered(Question(RECORD), 1.0, {"other": 2.0})
+    note = pages._exchanges([answered]).note
+    reasons = {
+        exchange["paper"]: exchange["why"] in note
+        for exchange in questions.exchanges().values()
+    }
+    assert reasons == {paper: paper == RECORD.source for paper in reasons}
+
+
 def _exchanged(asked, name):
     return questions.exchanged(asked)[name].values()
 

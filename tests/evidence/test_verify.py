@@ -94,8 +94,8 @@ def test_progress_without_a_terminal_is_a_line_in_half_a_minute(capsys):
     clock.now_s = 61.0
     progress.show(9.0, 10.0)
     assert capsys.readouterr().err.splitlines() == [
-        "validating: 15%, about 3 min left",
-        "validating: 90%, about 7 s left",
+        "validating: 15 %, about 3 min left",
+        "validating: 90 %, about 7 s left",
     ]
 
 

@@ -199,7 +199,7 @@ def test_ilp_that_may_not_finish_takes_the_best_plan_so_far_and_states_its_gap(s
     best_s = modelled_s(now, assigned(Exact(), now).lanes)
     assert best_s <= found_s <= modelled_s(now, assigned(Greedy(), now).lanes)
     [remark] = policy.remarks()
-    assert f"at most {found_s / best_s - 1:.1%} slower" in remark
+    assert f"at most {100 * (found_s / best_s - 1):.1f} % slower" in remark
     assert not ILP().remarks()
 
 

@@ -484,6 +484,8 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
     for name in ("kl", "agreement"):
         picture = tmp_path / "out" / f"quality-{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "out" / "quality.html").read_text()
+    assert f"moesim {line}" in page
     scores = json.loads((tmp_path / "out" / "quality.json").read_text())
     settings = scores["settings"]
     asked = [
@@ -497,3 +499,11 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         assert row["perplexity"] == pytest.approx(
             np.exp(row["reference_nats"] + row["delta_nats"])
         )
+
+
+def test_caches_have_the_same_names_in_charts_and_in_the_table():
+    row = dict.fromkeys(("kl", "agreement", "hit_rate_active"), 0.5)
+    config = {"model": "tiny", "tokens": 8, "assignment": "on-demand", "cache": "lru"}
+    rows = [row | {"routing": "a:b=1", "cache_ratio": ratio} for ratio in (0.5, 0.05)]
+    report = quality.Quality(pd.DataFrame(rows), config)
+    assert quality.quality_drawn(report, "kl").names() == ["5.0 %", "50.0 %"]

@@ -77,6 +77,8 @@ def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
     )
     text = moesim.answer(trace).write(tmp_path / "p.html").read_text()
     assert text.count('class="chart wide"') == 10
+    for label in re.findall('aria-label="(.*)"', text):
+        assert label.count("dashed") <= 1
     assert "<b>.parquet" not in text
     prose = re.sub("<script.*?</script>", "", text, flags=re.DOTALL)
     for foreign in ("src=", "<link", "@import"):

@@ -20,7 +20,7 @@ from pyarrow import csv
 
 from moesim.base.errors import TraceError
 from moesim.base.files import written_beside
-from moesim.base.units import parse_bytes
+from moesim.base.units import parse_bytes, percent
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -104,12 +104,13 @@ def export(
     used_cards = sorted(set(card_of[cached].tolist()))
     counts = [str(equal[cached & (card_of == card)][0]) for card in used_cards]
     tell(
-        f"--moe-cache-slots {','.join(counts)}: {rows['covered'].mean():.1%} of uses"
-        f" should hit, {(equal * sizes.max(axis=1))[cached].sum() / 2**30:.1f} GiB"
+        f"--moe-cache-slots {','.join(counts)}: {percent(rows['covered'].mean())} of"
+        f" uses should hit, {(equal * sizes.max(axis=1))[cached].sum() / 2**30:.1f} GiB"
     )
     tell(
         "counts by layer, where a fork takes them:"
-        f" {','.join(map(str, free[cached]))}: {rows['covered_by_layer'].mean():.1%},"
+        f" {','.join(map(str, free[cached]))}:"
+        f" {percent(rows['covered_by_layer'].mean())},"
         f" {(free * sizes.max(axis=1))[cached].sum() / 2**30:.1f} GiB"
     )
     return int(table.num_rows)

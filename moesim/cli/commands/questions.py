@@ -358,5 +358,7 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
             progress=show,
             **options.arguments(library.quality),
         )
-    written = [] if options.out is None else save_quality(result, options.out)
-    output.present(quality_answer(result), options, more=written)
+    answer = quality_answer(result)
+    answer.command = output.command_line()
+    written = [] if options.out is None else save_quality(answer, options.out)
+    output.present(answer, options, more=written)

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.files import write_text
+from moesim.base.units import percent
 from moesim.evidence.reproduction.questions import data
 from moesim.evidence.reproduction.report import write_pages
 from moesim.evidence.reproduction.routing import shared_traces
@@ -318,7 +319,7 @@ _TIMES = {
 
 
 def _percent(logarithm: float) -> str:
-    return f"{100 * np.expm1(logarithm):.1f} %"
+    return percent(np.expm1(logarithm))
 
 
 def _fixed(behind: pd.DataFrame) -> Listing:
@@ -330,7 +331,7 @@ def _fixed(behind: pd.DataFrame) -> Listing:
             _percent(mean),
             *map(_percent, by_batch[policy]),
             _percent(behind[policy].max()),
-            f"{(behind[policy] <= 1e-9).mean():.0%}",
+            percent((behind[policy] <= 1e-9).mean(), 0),
         )
         for policy, mean in means.items()
     ]
@@ -352,7 +353,7 @@ def _winners(title: str, cells: pd.DataFrame) -> Listing:
         index="hw", columns="cache_ratio", values="words", aggfunc="first", sort=False
     )
     return Listing.of(
-        ("machine", *(f"{ratio:.0%}" for ratio in table.columns)),
+        ("machine", *(percent(float(ratio), 0) for ratio in table.columns)),
         [(hw, *texts) for hw, *texts in table.itertuples()],
         title=title,
         note="The winner in hindsight, and its time per token.",
@@ -368,7 +369,7 @@ def _worth(
         if {part, without} <= {*logarithms}:
             gain = (logarithms[without] - logarithms[part]).dropna()
             figures = map(_percent, (gain.mean(), gain.min(), gain.max()))
-            slower = f"{(gain < 0).mean():.0%}"
+            slower = percent((gain < 0).mean(), 0)
             rows.append((f"{part} over {without}", *figures, slower))
     heads = ("part", "mean", "worst", "best", "slower in")
     return Listing.of(heads, rows, title=title, note=note)

@@ -329,9 +329,11 @@ def _exchanges(answered: Sequence[Answered]) -> Listing:
         for entry in answered
         if entry.exchanged
     ]
+    papers = {entry.record.source for entry in answered}
     reasons = " ".join(
         f"{name[0].upper()}{name[1:]}: {exchange['why']}."
         for name, exchange in exchanges().items()
+        if exchange["paper"] in papers
     )
     return Listing.of(
         ("figure", "ratio", "with the exchange", "decided"),

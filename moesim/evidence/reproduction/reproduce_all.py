@@ -182,8 +182,8 @@ def reproduce_all(
                 f" {dt.datetime.now(tz=dt.UTC).date()}"
             ),
             (
-                f"{len(outcomes)} runs in {time.perf_counter() - begin_s:.0f} s, in"
-                f" {jobs} processes on {os.cpu_count()} cores"
+                f"{len(outcomes)} runs in {time.perf_counter() - begin_s:.0f} s,"
+                f" {jobs} at a time, on {os.cpu_count()} cores"
             ),
         ],
     )

@@ -201,7 +201,6 @@ class Reproduction:
         if self.steps is not None:
             passes = f"at most {self.steps} forward passes"
         origins = (f"{model} from {trace}" for trace, model in self.models.items())
-        table = self.listing()
         return Answer(
             question=experiment.summary,
             subject=experiment.name,
@@ -210,8 +209,7 @@ class Reproduction:
                 ("computes", experiment.computes),
                 ("ours", f"{', '.join(origins)}; {passes} of each"),
             ],
-            tables=[table],
-            notes=table.note.splitlines(),
+            tables=[self.listing()],
             data=self.to_json(),
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.files import write_text
+from moesim.base.units import percent
 from moesim.evidence.validation.calibrate import calibrate
 from moesim.evidence.validation.grid import validate
 from moesim.evidence.validation.profile_checks import machine_differences
@@ -397,8 +398,9 @@ def verdict_of(plan: Plan, result: dict[str, Any]) -> Verification:
         order = f"{verdict.agreed} of {verdict.pairs} orders of policies agree"
     figures = (
         f"beyond what repetitions differ by, predicted times are off by"
-        f" {counted.median():.1%} in the median and {counted.max():.1%} at worst"
-        f" ({len(counted)} cells; at most {plan.median:.0%} and {plan.worst:.0%});"
+        f" {percent(counted.median())} in the median and {percent(counted.max())} at"
+        f" worst ({len(counted)} cells; at most {percent(plan.median, 0)} and"
+        f" {percent(plan.worst, 0)});"
         f" {order}"
     )
     # Orders that nothing shows are no evidence against the simulator.
