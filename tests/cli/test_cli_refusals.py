@@ -145,6 +145,35 @@ profile hw.txt                                      | .toml
 profile @folder                                     | folder
 run                                                       | TRACE; --model
 run --model tiny                                          | --prompt
+replay @t.parquet --micro-batch 0                         | --micro-batch; >= 1
+replay @t.parquet --draft-tokens -1                       | --draft-tokens; between 0 and 1024
+replay @t.parquet --draft-tokens 1025                     | --draft-tokens; between 0 and 1024
+replay @t.parquet --acceptance -0.1                       | --acceptance; between 0 and 1
+replay @t.parquet --acceptance 1.1                        | --acceptance; between 0 and 1
+replay @t.parquet --noise-seed -1                         | --noise-seed; >= 0
+replay @t.parquet --context-tokens 16777217               | --context-tokens; between 0 and 16777216
+replay @t.parquet --staging 1048577                       | --staging; between 1 and 1048576
+run --model tiny --prompts @p.txt --temperature -1        | --temperature; >= 0
+run --model tiny --prompts @p.txt --new-tokens -1         | --new-tokens; >= 0
+run @t.parquet --distinct 0                               | --distinct; >= 1
+record x.parquet --prompts @p.txt --limit 0               | --limit; >= 1
+search @t.parquet --over cache_ratio=0.1:0.5 --trials 0   | --trials; >= 1
+search @t.parquet --over cache_ratio=0.1:0.5 --minutes -1 | --minutes; >= 0
+sweep @t.parquet --jobs 0                                 | --jobs; >= 1
+reproduce flashmoe-hit-rate --steps -1                    | --steps; >= 0
+validate @t.parquet --steps 1                             | --steps; >= 2
+validate @t.parquet --repetitions 0                       | --repetitions; >= 1
+quality --tokens 0                                        | --tokens; >= 1
+quality --prompt-tokens 0                                 | --prompt-tokens; >= 1
+quality --scored-tokens 0                                 | --scored-tokens; >= 1
+train-cache @t.parquet --out o --epochs 0                 | --epochs; >= 1
+train-cache @t.parquet --out o --hidden 0                 | --hidden; >= 1
+trace synth x.parquet --tokens 0 --shape olmoe-1b-7b      | --tokens; between 1 and
+trace synth x.parquet --tokens 9 --shape olmoe-1b-7b --skew 5.1   | --skew; between 0 and 5
+trace synth x.parquet --tokens 9 --shape olmoe-1b-7b --reuse 1    | --reuse; between 0 and 0.99
+trace synth x.parquet --tokens 9 --shape olmoe-1b-7b --memory 11  | --memory; between 0 and 10
+trace synth x.parquet --tokens 9 --shape olmoe-1b-7b --topic -0.1 | --topic; between 0 and 1
+trace predict @t.parquet x.parquet --at 0                 | --at; >= 1
 """
 ROWS = [
     tuple(part.strip() for part in line.split("|"))
