@@ -109,17 +109,18 @@ def reproduced_answer(reproduced: Reproduced) -> Answer:
         for spec, reason in reproduced.failures.items()
     ]
     figure = ratios(answered)
-    directions_held, orders_held = (
-        _held(counts["all"][name]) for name in ("directions", "orders")
-    )
+    stated = {"directions": "directions", "orders": "orders of systems"}
+    held = [
+        f"{_held(counts['all'][name])} {words}"
+        for name, words in stated.items()
+        if counts["all"][name]["count"]
+    ]
     return Answer(
         question="the papers' tables beside ours",
         subject="",
         setting=[("records", str(len(answered)))],
         tables=[table for table in tables if len(table.rows)],
-        sentences=[
-            f"{directions_held} directions and {orders_held} orders of systems hold"
-        ],
+        sentences=[f"{' and '.join(held) or 'no statements'} hold"],
         notes=reproduced.facts + failures,
         figures={} if figure is None else {"ratios": lambda: figure},
         data=_data(reproduced, counts),
