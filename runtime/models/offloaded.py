@@ -374,7 +374,7 @@ def _call_handler(
 def _without_experts(
     model_class: Any, blocks: list[MoeBlock], gatings: list[GatingFunction | None]
 ) -> Any:
-    """Extend a model class: its instances list their MoE layers and those's gatings,
+    """Extend a model class: its instances list their MoE layers, with gating functions,
     and drop their expert parameters.
 
     The new class keeps name and module of the old one, by which the library finds its
