@@ -58,7 +58,7 @@ validate: build ## calibrate this PC, run a small grid for real, compare with th
 		--shape olmoe-1b-7b/2,qwen3-30b-a3b/4 --steps 8 --repetitions 3 --out out/validate
 
 gpu: build ## eight minutes on a CUDA card: checks, profile, recording, real runs, a verdict; goes on where it stopped (REHEARSE=1 on the host)
-	$(BIN)/python -m moesim verify --gpu --out out/gpu$(if $(REHEARSE),-rehearsal --rehearse); held=$$?; \
+	$(BIN)/python -m benchmarks.gpu --out out/gpu$(if $(REHEARSE),-rehearsal --rehearse); held=$$?; \
 	$(if $(REHEARSE),,test ! -f out/gpu/gpu.md || cp out/gpu/gpu.md docs/measurements/gpu.md;) exit $$held
 
 clean: ## remove what the targets made

@@ -16,11 +16,10 @@ from moesim.base.host_checks import LEAST_FREE_BYTES, Finding, fails, holds, lim
 from moesim.base.host_limits import available_cores, processor
 from moesim.base.units import percent
 from moesim.runtime.accelerators import HOST, accelerator_here
-from moesim.runtime.measure.card import many_s
 from moesim.runtime.measure.copies import noise_file
 from moesim.runtime.measure.experts import ExpertPool, Size
 from moesim.runtime.measure.neighbours import device_copy, lane_work, slowdown
-from moesim.runtime.measure.sampling import once_s, sample
+from moesim.runtime.measure.sampling import many_s, once_s, sample
 from moesim.runtime.models.expert_layout import swiglu_layout
 from moesim.runtime.store.memory import HostSlots
 

@@ -58,10 +58,9 @@ def test_every_command_declares_its_options_as_fields():
 EXCEPTIONS = {
     ("--residual", "record"),
     ("--hw", "calibrate"),
-    ("--gpu", "verify"),
 }
-"""A recording writes the vectors that it finds no file of; a profile may be calibrated in
-its place; and `verify` asks whether there is a card, not which.
+"""A recording writes the vectors that it finds no file of, and a profile may be calibrated in
+its place.
 """
 
 

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks import gpu
+from benchmarks.gpu import Session, holds, page, same_routing, verdict
 from moesim.base.errors import RuntimeFault
-from moesim.evidence import gpu
-from moesim.evidence.gpu import Session, holds, page, same_routing, verdict
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 

@@ -7,10 +7,10 @@ import torch
 from support.adversarial_runs import Schedule
 from support.broken_devices import BROKEN
 
+from benchmarks import card, device_checks
+from benchmarks.device_checks import CHECKS
 from moesim.runtime.accelerators import Rehearsal, accelerator_here
 from moesim.runtime.executor.device import StreamDevice
-from moesim.runtime.measure import card, device_checks
-from moesim.runtime.measure.device_checks import CHECKS
 from moesim.runtime.measure.experts import Size
 
 torch.set_num_threads(1)

@@ -44,18 +44,8 @@ class VerifyOptions(JsonOptions):
         metavar="DIR",
         place="folder",
     )
-    minutes: float | None = minutes_option(
-        "For everything; decides how many cells and repetitions are made. Default: 10,"
-        " and 8 with --gpu."
-    )
-    gpu: bool = option(
-        False,
-        "Instead: check the card, measure it, record with it, and run real experts on it"
-        " beside simulated ones; the page is gpu.md.",
-        excludes=("seed",),
-    )
-    rehearse: bool = option(
-        False, "Walk through --gpu on the host accelerator.", needs=("gpu",)
+    minutes: float = minutes_option(
+        "For everything; decides how many cells and repetitions are made.", 10.0
     )
     seed: int = seed_option()
 
@@ -69,11 +59,7 @@ def verify(options: VerifyOptions) -> None:
     Examples:
       moesim verify
       moesim verify --minutes 30 --out report
-      moesim verify --gpu --out gpu
     """
-    if options.gpu:
-        _gpu(options)
-        return
     from moesim.evidence.validation import report
     from moesim.evidence.validation import verify as library
 
@@ -81,7 +67,7 @@ def verify(options: VerifyOptions) -> None:
     with output.bar("verifying", 1.0) as progress:
         verification = library.verify(
             options.out,
-            minutes=options.minutes or library.MINUTES,
+            minutes=options.minutes,
             seed=options.seed,
             save=lambda result: report.save(result, options.out, line),
             progress=progress,
@@ -94,31 +80,6 @@ def verify(options: VerifyOptions) -> None:
     facts = verification.to_json()
     output.tell(options, facts, [verification.words], *places, notes=notes)
     if verification.holds is False:
-        raise typer.Exit(DIFFERENT)
-
-
-def _gpu(options: VerifyOptions) -> None:
-    """Measure everything about the card, and print the verdict and the time per part.
-
-    Raises:
-        typer.Exit: code 1 where something does not hold.
-    """
-    from moesim.evidence import gpu as library
-
-    output.quiet_libraries()
-    with output.bar("verifying", 1.0) as progress:
-        session = library.verify_gpu(
-            options.out,
-            rehearse=options.rehearse,
-            minutes=options.minutes or library.MINUTES,
-            progress=progress,
-        )
-    seconds = library.part_seconds(session.steps)
-    lines = library.verdict(session.steps)
-    facts = {"verdict": lines, "seconds": seconds, "machine": session.machine}
-    took = ", ".join(f"{part} {took_s:.0f} s" for part, took_s in seconds.items())
-    output.tell(options, facts, [*lines, took], options.out / library.PAGE)
-    if library.holds(session.steps) is False:
         raise typer.Exit(DIFFERENT)
 
 

@@ -1,20 +1,26 @@
-"""Does it all hold on this machine's card? One command, eight minutes, one folder.
+"""Does it all hold on this machine's card? One program, eight minutes, one folder.
+
+    python -m benchmarks.gpu --out DIR [--rehearse] [--minutes 8]
 
 Five parts, each of named steps: checks of the device, a profile of it, a recording with
 it, real runs beside simulated ones, a verdict. A step's result is in ``results.json``,
 and the page ``gpu.md`` written anew, before the next begins; so a call that was ended
 by whatever means leaves all that it measured, and the next goes on behind it. A step
 that fails is named, the others are made all the same, and the next call tries it again.
-`--rehearse` walks through the same on the host accelerator.
+`--rehearse` walks through the same on the host accelerator. It ends with code 1 where
+something does not hold.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,6 +30,7 @@ from moesim.base.errors import RuntimeFault
 from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
 from moesim.base.units import percent
+from moesim.cli.output import bar, quiet_libraries
 from moesim.evidence.validation.verify import (
     CALIBRATED,
     JOURNAL,
@@ -38,8 +45,7 @@ from moesim.hwprofiles.schema import ProfileError
 from moesim.reporting.tables import markdown_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
 
     from moesim.base.host_checks import Finding
     from moesim.runtime.accelerators import Accelerator
@@ -208,11 +214,11 @@ def verify_gpu(
         RuntimeFault: there is no card.
         OSError: the folder cannot be written.
     """
-    from moesim.runtime.accelerators import (  # noqa: PLC0415 - torch
+    from moesim.runtime.accelerators import (
         Rehearsal,
         accelerator_here,
     )
-    from moesim.runtime.measure.profile import versions  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.profile import versions
 
     card = accelerator_here()
     if rehearse and card is not None:
@@ -223,7 +229,7 @@ def verify_gpu(
     accelerator = Rehearsal() if rehearse else card
     if accelerator is None:
         raise RuntimeFault(
-            "--gpu: expected a card, torch finds none; install the torch build for it,"
+            "expected a card, torch finds none; install the torch build for it,"
             " or walk through on the host accelerator with --rehearse"
         )
     machine = versions() | {
@@ -254,7 +260,7 @@ def verify_gpu(
 
 def _checks(session: Session) -> None:
     """Products, copies, streams and locked memory do what the runtime relies on."""
-    from moesim.runtime.measure.device_checks import CHECKS  # noqa: PLC0415 - torch
+    from benchmarks.device_checks import CHECKS
 
     def checked(check: Callable[[Accelerator], Finding]) -> dict[str, Any]:
         return check(session.accelerator)._asdict()
@@ -265,12 +271,12 @@ def _checks(session: Session) -> None:
 
 def _profile(session: Session) -> None:
     """What products, copies, launches and both together take, and joules."""
-    from moesim.runtime.measure import card  # noqa: PLC0415 - torch
-    from moesim.runtime.measure.experts import Size  # noqa: PLC0415 - torch
-    from moesim.runtime.measure.neighbours import torch_threads  # noqa: PLC0415 - torch
-    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
-    from moesim.runtime.models.expert_layout import torch_dtype  # noqa: PLC0415
-    from moesim.traces.models import model_shape  # noqa: PLC0415
+    from benchmarks import card
+    from moesim.runtime.measure.experts import Size
+    from moesim.runtime.measure.neighbours import torch_threads
+    from moesim.runtime.measure.profile import measure
+    from moesim.runtime.models.expert_layout import torch_dtype
+    from moesim.traces.models import model_shape
 
     device = session.accelerator
     seconds = session.extent.seconds
@@ -321,7 +327,7 @@ def _recording(session: Session) -> None:
     """The shipped model's gates say with the card what they say with the CPU, and so do
     answers whose experts are computed where a policy says.
     """
-    from moesim.evidence.doctor import (  # noqa: PLC0415 - torch
+    from moesim.evidence.doctor import (
         exact_output,
         rough_profile,
     )
@@ -341,10 +347,10 @@ def _recording(session: Session) -> None:
 
 def _recorded(session: Session) -> dict[str, Any]:
     """Record the same text on the device and on the CPU, and compare."""
-    from moesim.evidence.doctor import PROMPT  # noqa: PLC0415
-    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415 - torch
-    from moesim.runtime.record.record import record  # noqa: PLC0415 - torch
-    from moesim.traces.format.reader import open_trace  # noqa: PLC0415
+    from moesim.evidence.doctor import PROMPT
+    from moesim.runtime.models.local_model import load_model
+    from moesim.runtime.record.record import record
+    from moesim.traces.format.reader import open_trace
 
     columns = ("token", "scores")
     rows = {}
@@ -697,3 +703,33 @@ def _section(name: str, step: Step) -> list[str]:
 def _cell(value: Any) -> str:
     """A value in a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Make what is missing, and print the verdict and the time of each part."""
+    parser = argparse.ArgumentParser(description="Eight minutes on a card.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of all results")
+    parser.add_argument("--rehearse", action="store_true", help="without a card")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything")
+    arguments = parser.parse_args(words)
+    quiet_libraries()
+    try:
+        with bar("verifying", 1.0) as progress:
+            session = verify_gpu(
+                arguments.out,
+                rehearse=arguments.rehearse,
+                minutes=arguments.minutes,
+                progress=progress,
+            )
+    except (RuntimeFault, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(verdict(session.steps)))
+    seconds = part_seconds(session.steps)
+    print(", ".join(f"{part} {took_s:.0f} s" for part, took_s in seconds.items()))
+    print(f"wrote {arguments.out / PAGE}")
+    return int(holds(session.steps) is False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
