@@ -334,7 +334,8 @@ def test_columns_as_lists_texts_and_fields_are_the_same(tmp_path):
 @pytest.mark.parametrize(("text", "message"), [
     ("pos=position,layer=block",
      "columns: expected experts .all ids of a row. or expert"),
-    ("position=pos", "--map: 'position=pos': expected column=theirs with seq, pos"),
+    ("position=pos", "--map: expected names of seq, pos, .*, found position"),
+    ("pos=position,pos=block", "--map: expected ours=theirs, each column once"),
     ("pos=nothing", "--map: pos: expected one of request, position"),
     (files.COLUMNS_MAP["map"] + ",expert=e0", "experts .all ids"),
     (files.COLUMNS_MAP["map"].replace("phase=stage", "phase=e0"),
@@ -363,4 +364,4 @@ def test_mappings_that_do_not_fit(tmp_path, text, message):
 ])  # fmt: skip
 def test_llama_cpp_is_told_by_its_rows(tmp_path, text, known):
     (tmp_path / "dump").write_text(text, newline="")
-    assert llama_importer.recognises(tmp_path / "dump", {}) is known
+    assert llama_importer.recognises(tmp_path / "dump") is known

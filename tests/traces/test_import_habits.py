@@ -10,7 +10,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support import imports as importers
 from support.command_line import refused
 
 from moesim.base.errors import TraceError
@@ -243,57 +242,3 @@ def test_the_command_takes_a_file_for_each_layer(command, tmp_path):
     assert code == 0
     assert "60 rows of 1 sequence" in printed
     assert refused(command("trace", "import", files[0], tmp_path / "x", tmp_path / "y", "--shape", shape), "no such file")  # fmt: skip
-
-
-# -- names of others in the text of engines --------------------------------------------
-
-
-def renamed_text(folder, name, changes):
-    """The same file twice: as its engine writes it, and under other names."""
-    plain = importers.write(folder, name, importers.files.routing(((3, 2), (2, 2))))
-    text = plain.read_text()
-    for ours, theirs in changes:
-        assert ours in text
-        text = text.replace(ours, theirs)
-    other = folder / f"other-{plain.name}"
-    other.write_text(text)
-    return plain, other
-
-
-def rows_of(source, folder, **options):
-    out = folder / f"{source.name}.parquet"
-    import_trace(source, out, shape=model_shape(importers.files.SHAPE), **options)
-    return pq.read_table(out).to_pydict()
-
-
-def test_keys_of_megatron_can_be_mapped(tmp_path):
-    changes = [('"step"', '"iteration"'), ('"top_indices"', '"ids"')]
-    plain, other = renamed_text(tmp_path, "megatron", changes)
-    words = {"map": "step=iteration,experts=ids"}
-    assert rows_of(other, tmp_path, options=words) == rows_of(plain, tmp_path)
-    with pytest.raises(TraceError, match="no importer knows this layout"):
-        rows_of(other, tmp_path)
-
-
-def test_columns_of_llama_cpp_can_be_mapped_in_any_order(tmp_path):
-    plain, other = renamed_text(tmp_path, "llama_cpp", [])
-    rows = [line.split(",") for line in plain.read_text().split() if line[0].isdigit()]
-    lines = [f"{expert},{layer}" for layer, expert in rows]
-    other.write_text("\n".join(["id,il", *lines]) + "\n")
-    words = {"map": "layer=il,expert=id"}
-    assert rows_of(other, tmp_path, options=words) == rows_of(plain, tmp_path)
-
-
-def test_columns_of_a_route_trace_can_be_mapped(tmp_path):
-    changes = [("turn,", "session,"), (",step,", ",at,")]
-    plain, other = renamed_text(tmp_path, "route_trace", changes)
-    words = {"map": "turn=session,pos=at"}
-    assert rows_of(other, tmp_path, options=words) == rows_of(plain, tmp_path)
-    with pytest.raises(TraceError, match="a column 'turn'"):
-        rows_of(other, tmp_path)
-
-
-def test_a_name_is_mapped_once(tmp_path):
-    plain, _ = renamed_text(tmp_path, "route_trace", [])
-    with pytest.raises(TraceError, match="--map: expected each column once"):
-        rows_of(plain, tmp_path, options={"map": "turn=a,seq=b"})

@@ -11,7 +11,7 @@ from support.imports import WRITERS, bring, refused, write
 
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import hf_router_logits, sglang
-from moesim.traces.importers.readers import json_lines, tables
+from moesim.traces.importers.readers import tables
 
 
 def told(trace, columns=()):
@@ -33,7 +33,7 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     options = WRITERS[name][2]
     columns = ("weights",) if "weights" in WRITERS[name][3] else ()
     whole = told(bring(source, options)[1], columns)
-    monkeypatch.setattr(json_lines, "BATCH_ROWS", 1)
+    monkeypatch.setattr(tables, "JSON_ROWS", 1)
     monkeypatch.setattr(tables, "CSV_BYTES", 160)
     for module in (hf_router_logits, sglang):
         monkeypatch.setattr(module, "BATCH_ROWS", 1)

@@ -85,12 +85,12 @@ def test_options_nobody_knows(tmp_path):
     source = write(tmp_path, "llama_cpp")
     refused(
         source,
-        "--option colour: no importer knows them; known: --batch, --option cut_at",
+        "expected options that it knows, --option prompt_passes, found --option colour",
         {"colour": "red"},
     )
     refused(
         source,
-        "layout llama_cpp: expected options that it knows, --map, .* found --batch",
+        "layout llama_cpp: expected options that it knows, .* found --batch",
         {"batch": "2"},
     )
     refused(

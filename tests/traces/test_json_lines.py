@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesim.base.errors import TraceError
-from moesim.traces.importers.readers import json_lines as reader
-from moesim.traces.importers.readers.json_lines import json_rows
+from moesim.traces.importers.readers import tables as reader
+from moesim.traces.importers.readers.tables import json_rows
 
 ROW = {"pos": "DOUBLE", "name": "VARCHAR", "ids": ["DOUBLE"]}
 COLUMNS = {name: f"line.{name}" for name in ROW}

@@ -10,8 +10,8 @@ An importer is a module with two functions:
 It may also have
 
 - ``OPTIONS``: names of options and what they are for; `read` takes them as keywords;
-- ``MAPPED``: what the option ``map`` may have on the left -> the layout's name of it;
-  both functions then take ``map``, the layout's name -> the file's, as a keyword;
+- ``MAPPED``: our columns that the option ``map`` may name; both functions then take
+  ``names``, our column -> the file's;
 - ``GENERIC = True``: ask it last, because its layout includes others;
 - ``KNOWS_SHAPE = True``: `shape` may be None, for the file tells it;
 - ``read_layers(paths, shape) -> Foreign``: as `read`, of a file for each MoE layer.
@@ -36,7 +36,6 @@ from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.schema import (
     OPTIONAL_COLUMNS,
     ModelShape,
-    Phase,
     TraceHeader,
 )
 from moesim.traces.format.sorting import (
@@ -45,22 +44,29 @@ from moesim.traces.format.sorting import (
     interleaved,
 )
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.importers.readers.foreign import decoding, mapped, spelled
+from moesim.traces.importers.readers.foreign import (
+    decoding,
+    mapped,
+    spelled,
+    whole_lines,
+)
 from moesim.traces.importers.readers.sequence_rows import (
     finished,
     of_passes,
+    phases,
     ranked,
     without_cut_token,
 )
-from moesim.traces.importers.readers.text import whole_lines
 from moesim.traces.stats.quality_checks import QualityChecker, alike_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from moesim.traces.importers.readers.foreign import Foreign
+    from moesim.traces.importers.readers.foreign import Foreign, Mapped
 
     Block = dict[str, np.ndarray]
+    # Of a sequence, the model's layers, and a list that gets a remark.
+    Drop = Callable[[Block, int, list[str]], Block]
 
 _NO_PHASES = (
     "the source does not tell prompt from generated tokens: all are taken as generated;"
@@ -124,17 +130,19 @@ def import_trace(
     several = [source] if isinstance(source, str | Path) else list(source)
     if not several:
         raise TraceError("import: expected a foreign file, got none")
-    files = _in_order([_file(each) for each in several])
-    call = _Import(Path(out), shape, progress, dict(options or {}))
+    drops: list[Drop] = []
     if drop_profiling:
-        call.drops.append(_without_profiling)
+        drops.append(_without_profiling)
+    if drop_incomplete:
+        drops.append(without_cut_token)
+    files = _in_order([_file(each) for each in several])
+    call = _Import(files, Path(out), shape, options or {}, progress, drops)
     if not drop_incomplete:
-        return call.run(files)
-    call.drops.append(without_cut_token)
+        return call.run()
     with whole_lines(files[0], call.out) as (file, remarks):
-        call.left_out.extend(remarks)
+        call = dataclasses.replace(call, files=[file, *files[1:]], left_out=remarks)
         try:
-            return call.run([file, *files[1:]])
+            return call.run()
         except TraceError as error:
             # Faults are in the file that the user knows.
             raise TraceError(str(error).replace(str(file), str(files[0]))) from None
@@ -161,55 +169,49 @@ def _in_order(files: list[Path]) -> list[Path]:
     return [file for _, file in sorted(zip(last, files, strict=True))]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Import:
     """One import.
 
-    Args:
+    Attributes:
+        files: to be read, one, or one for each layer.
         out: the trace to make.
         shape: as the user stated it.
-        progress: as of `import_trace`.
         options: as of `import_trace`.
-
-    Attributes:
+        progress: as of `import_trace`.
         drops: what leaves rows out, one after the other.
-        left_out: remarks on what was left out.
+        left_out: remarks on what was left out before.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        shape: ModelShape | None,
-        progress: Callable[[int], None] | None,
-        options: dict[str, str],
-    ) -> None:
-        self.out = out
-        self.drops: list[Callable[[Block, int, list[str]], Block]] = []
-        self.left_out: list[str] = []
-        self._shape = shape
-        self._progress = progress
-        self._options = options
+    files: list[Path]
+    out: Path
+    shape: ModelShape | None
+    options: Mapping[str, str]
+    progress: Callable[[int], None] | None
+    drops: Sequence[Drop]
+    left_out: Sequence[str] = ()
 
-    def run(self, files: list[Path]) -> ImportSummary:
-        """Read the file, or one for each layer, and write the trace."""
+    def run(self) -> ImportSummary:
+        """Read the files, and write the trace."""
+        source = self.files[0]
+        given: dict[str, Any] = dict(self.options)
+        names = mapped(source, given.pop("map", ""))
         # By content: people rename their dumps.
-        source = files[0]
-        name, module = _importer_of(files, self._options)
-        if self._shape is None and not hasattr(module, "KNOWS_SHAPE"):
+        importer, module = _importer_of(self.files, self.options, names)
+        if self.shape is None and not hasattr(module, "KNOWS_SHAPE"):
             raise TraceError(
-                f"{source}: layout {name} does not tell the sizes of its model:"
+                f"{source}: layout {importer} does not tell the sizes of its model:"
                 " expected --shape, found none"
             )
-        given: dict[str, Any] = dict(self._options)
         if hasattr(module, "MAPPED"):
-            words = given.pop("map", "")
-            given["names"] = mapped(source, words, module.MAPPED)
-        with decoding(source, name):
-            if len(files) > 1:
-                foreign = module.read_layers(files, self._shape, **given)
+            given["names"] = names
+        with decoding(source, importer):
+            if len(self.files) > 1:
+                foreign = module.read_layers(self.files, self.shape, **given)
             else:
-                foreign = module.read(source, self._shape, **given)
+                foreign = module.read(source, self.shape, **given)
 
-        stated = foreign.shape or self._shape
+        stated = foreign.shape or self.shape
         shape: Any = foreign.header.shape if foreign.header else stated
         finish = functools.partial(finished, source, shape, foreign.prompt)
 
@@ -219,36 +221,31 @@ class _Import:
 
         try:
             sequences = grouped(source, rows())
-            return self._write(source, name, foreign, map(finish, sequences))
+            return self._write(importer, foreign, map(finish, sequences))
         except (ApartError, TraceError):
             # A sequence may go on behind others, and what it lacks may stand there.
-            sequences = interleaved(source, rows(), self.out, self._progress)
-            return self._write(source, name, foreign, map(finish, sequences))
+            sequences = interleaved(source, rows(), self.out, self.progress)
+            return self._write(importer, foreign, map(finish, sequences))
 
     def _write(
-        self,
-        source: Path,
-        importer: str,
-        foreign: Foreign,
-        sequences: Iterator[Block],
+        self, importer: str, foreign: Foreign, sequences: Iterator[Block]
     ) -> ImportSummary:
         """Write sequences, and judge them on the way."""
+        source = self.files[0]
         header = foreign.header
         if header is None:
             # Halves of surrogate pairs, which JSON may have, could not be read back.
             text = json.dumps(foreign.facts, ensure_ascii=False)
             facts = json.loads(text.encode("utf-8", "replace"))
-            header = TraceHeader(foreign.shape or self._shape, facts)  # type: ignore[arg-type]
-        given: set[str] = set()
+            header = TraceHeader(foreign.shape or self.shape, facts)  # type: ignore[arg-type]
         left_out = list(self.left_out)
-        kept = self._kept(sequences, header.shape.layers, given, left_out)
-        kept = _guarded(source, importer, kept)
+        kept = self._kept(importer, sequences, header.shape.layers, left_out)
         first = next(kept, None)
         if first is None or not first["experts"].size:
             raise TraceError(
                 f"{source}: expected at least one row, found an empty trace"
             )
-        notes = _notes(foreign, given)
+        notes = _notes(foreign, first)
         shape = _with_top_k(header.shape, first["experts"].shape[1], notes)
         # All blocks have the columns of the first one; the writer refuses others.
         columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
@@ -269,6 +266,8 @@ class _Import:
                 if foreign.header is None:
                     block["seq"] = np.full(len(block["pos"]), number, np.int32)
                     by_weight |= _sort_by_weight(block)
+                # Without prompts a trace replays as decode, and a note says so.
+                block.setdefault("phase", phases(np.zeros(len(block["pos"]), bool)))
                 try:
                     writer.write(**block)
                 except TraceError as error:
@@ -282,8 +281,8 @@ class _Import:
                 fault = functools.partial(_fault, f"{source}: sequence {name}")
                 check_sequence(*places, shape.layers, fault)
                 quality.add(*places, block["experts"].astype(np.uint16, copy=False))
-                if self._progress is not None:
-                    self._progress(writer.rows)
+                if self.progress is not None:
+                    self.progress(writer.rows)
 
         if by_weight:
             notes.append(
@@ -303,23 +302,21 @@ class _Import:
 
     def _kept(
         self,
+        importer: str,
         sequences: Iterable[Block],
         layers: int,
-        columns: set[str],
         left_out: list[str],
     ) -> Iterator[Block]:
-        """Sequences with a phase, without the tokens to be dropped; `columns` gets the
-        columns that they had.
+        """Sequences without the tokens to be dropped; whatever decoding them raises is
+        one line.
         """
-        for block in sequences:
-            columns.update(block)
-            # Without prompts a trace replays as decode, and a note says so.
-            phase = np.full(len(block["pos"]), Phase.DECODE, np.int8)
-            kept = {"phase": phase, **block}
-            for drop in self.drops:
-                kept = drop(kept, layers, left_out)
-            if len(kept["pos"]):
-                yield kept
+        # Importers are generators: what a file lacks may show at any block.
+        with decoding(self.files[0], importer):
+            for block in sequences:
+                for drop in self.drops:
+                    block = drop(block, layers, left_out)  # noqa: PLW2901
+                if len(block["pos"]):
+                    yield block
 
 
 def _fault(
@@ -332,14 +329,14 @@ def _fault(
     )
 
 
-def _notes(foreign: Foreign, columns: set[str]) -> list[str]:
+def _notes(foreign: Foreign, first: Block) -> list[str]:
     """What deserves a line: of the file, and of what its rows do not have."""
     if foreign.header is not None:
         return list(foreign.header.provenance.get("notes", ()))
     notes = list(foreign.notes)
-    if "phase" not in columns:
+    if "phase" not in first:
         notes.insert(0, _NO_PHASES)
-    if "weights" not in columns and foreign.no_weights:
+    if "weights" not in first and foreign.no_weights:
         notes.insert(0, foreign.no_weights)
     return notes
 
@@ -390,17 +387,12 @@ def _with_top_k(shape: ModelShape, top_k: int, notes: list[str]) -> ModelShape:
     return dataclasses.replace(shape, top_k=min(top_k, shape.experts))
 
 
-def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block]:
-    """The blocks, with whatever decoding them raises turned into one line."""
-    # Importers are generators: what a file lacks may show at any block.
-    with decoding(source, name):
-        yield from blocks
-
-
 # -- which importer --------------------------------------------------------------------
 
 
-def _importer_of(files: list[Path], options: Mapping[str, str]) -> tuple[str, Any]:
+def _importer_of(
+    files: list[Path], options: Mapping[str, str], names: Mapped
+) -> tuple[str, Any]:
     """Name and module of the first importer that recognises the file.
 
     Raises:
@@ -414,33 +406,32 @@ def _importer_of(files: list[Path], options: Mapping[str, str]) -> tuple[str, An
             for name, module in known.items()
             if hasattr(module, "read_layers")
         }
-    offered = {name: _options(module) for name, module in known.items()}
-    able = {name for name in known if options.keys() <= set(offered[name])}
-    if not able:
-        every = sorted(set(chain.from_iterable(offered.values())))
-        raise TraceError(
-            f"{_spelled(options)}: no importer knows them; known: {_spelled(every)}"
-        )
 
-    # Those whose options or words these are come first, generic layouts, which include
-    # others, last.
-    words = [word.partition("=") for word in options.get("map", "").split(",")]
-    mapping = {ours.strip(): theirs.strip() for ours, _, theirs in words if ours}
-
-    def rank(name: str) -> tuple[bool, bool, bool]:
-        module = known[name]
-        is_meant = mapping.keys() <= getattr(module, "MAPPED", mapping).keys()
-        return name not in able, not is_meant, hasattr(module, "GENERIC")
+    # Those that know the options come first, generic layouts, which include others,
+    # last.
+    def rank(name: str) -> tuple[bool, bool]:
+        is_able = options.keys() <= set(_options(known[name]))
+        return not is_able, hasattr(known[name], "GENERIC")
 
     for name in sorted(known, key=rank):
-        if not _recognises(known[name], source, mapping):
+        module = known[name]
+        columns = getattr(module, "MAPPED", ())
+        theirs = {ours: names[ours] for ours in columns if ours in names}
+        words = (theirs,) if columns else ()
+        if not module.recognises(source, *words):
             continue
-        if name in able:
-            return name, known[name]
-        raise TraceError(
-            f"{source}: layout {name}: expected options that it knows,"
-            f" {_spelled(offered[name]) or 'none'}, found {_spelled(options)}"
-        )
+        offered = _options(module)
+        if not options.keys() <= set(offered):
+            raise TraceError(
+                f"{source}: layout {name}: expected options that it knows,"
+                f" {_spelled(offered) or 'none'}, found {_spelled(options)}"
+            )
+        if not names.keys() <= set(columns):
+            raise TraceError(
+                f"{source}: layout {name}: --map: expected names of"
+                f" {', '.join(columns)}, found {', '.join(names)}"
+            )
+        return name, module
     layouts = "; ".join(
         f"{name}: {str(module.__doc__).strip().splitlines()[0]}"
         for name, module in known.items()
@@ -454,15 +445,6 @@ def _importer_of(files: list[Path], options: Mapping[str, str]) -> tuple[str, An
 def _options(module: Any) -> list[str]:
     """Names of a layout's options."""
     return [*["map"] * hasattr(module, "MAPPED"), *getattr(module, "OPTIONS", ())]
-
-
-def _recognises(module: Any, source: Path, mapping: dict[str, str]) -> bool:
-    """Whether a file is of a layout, if its columns are called as a mapping says."""
-    if not hasattr(module, "MAPPED"):
-        return bool(module.recognises(source))
-    meanings = module.MAPPED
-    names = {meanings[a]: b for a, b in mapping.items() if a in meanings}
-    return bool(module.recognises(source, names))
 
 
 def _spelled(options: Iterable[str]) -> str:

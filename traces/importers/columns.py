@@ -43,22 +43,19 @@ if TYPE_CHECKING:
     Columns = dict[str, list[str]]
 
 GENERIC = True
-MAPPED = {
-    name: name
-    for name in (
-        "seq",
-        "pos",
-        "phase",
-        "layer",
-        "experts",
-        "expert",
-        "rank",
-        "weights",
-        "weight",
-        "scores",
-        "token",
-    )
-}
+MAPPED = (
+    "seq",
+    "pos",
+    "phase",
+    "layer",
+    "experts",
+    "expert",
+    "rank",
+    "weights",
+    "weight",
+    "scores",
+    "token",
+)
 OPTIONS = {"prompt_tokens": PROMPT_TOKENS, "restarts": RESTARTS}
 
 _HEADER = re.compile(rb"\"?[A-Za-z_][\w .\-\"]*([,;\t][\w .\-\"]+)+\s*")

@@ -25,14 +25,15 @@ from moesim.traces.importers.readers.foreign import (
     RESTARTS,
     Foreign,
     decoding,
+    first_line,
+    first_object,
     head,
     layout_error,
     one_of,
     prompt_length,
 )
-from moesim.traces.importers.readers.json_lines import json_rows, quote
 from moesim.traces.importers.readers.sequence_rows import counted
-from moesim.traces.importers.readers.text import first_line, first_object
+from moesim.traces.importers.readers.tables import json_rows, quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 # Our column -> the keys that stand for it, the most explicit first. Beside ``pos``, a
 # ``token`` is a token id.
 _KEYS: Keys = NAMES | {"pos": (*NAMES["pos"], "token", "t", "step")}
-MAPPED = {name: name for name in _KEYS}
+MAPPED = tuple(_KEYS)
 OPTIONS = {"prompt_tokens": PROMPT_TOKENS, "restarts": RESTARTS}
 _KINDS: dict[str, Any] = {
     "seq": "VARCHAR",

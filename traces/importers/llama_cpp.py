@@ -23,6 +23,7 @@ from moesim.traces.importers.readers.foreign import (
     NAMES,
     NO_WEIGHTS,
     Foreign,
+    first_lines,
     head,
     layout_error,
     one_of,
@@ -33,38 +34,33 @@ from moesim.traces.importers.readers.sequence_rows import (
     ended,
 )
 from moesim.traces.importers.readers.tables import csv_rows
-from moesim.traces.importers.readers.text import first_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.foreign import Mapped
 
     Block = dict[str, np.ndarray]
 
-# What may stand on the left of a mapping; `experts` is our name.
-MAPPED = {"layer": "layer", "expert": "expert", "experts": "expert"}
 OPTIONS = {
     "prompt_passes": (
         "joined or apart: whether consecutive passes of several tokens are one prompt,"
         " where every layer has all their tokens"
     ),
 }
+_COLUMNS = (["layer", "expert"], ["layer", "experts"])
 _ROW = re.compile(rb"-?\d+,-?\d+")
 _STRIDED_COPY = (
     "a naive read of the ffn_moe_topk view gives such rows: copy the view row by row"
 )
 
 
-def recognises(path: Path, names: Mapped) -> bool:
-    """Whether the first lines are two integers each, with or without the header
-    ``layer,expert``; or, of mapped columns, whether the header has these two alone.
+def recognises(path: Path) -> bool:
+    """Whether the first lines are two integers each, or the header names a layer and
+    experts alone.
     """
-    if _columns(path, names):
-        return True
-    return not names and all(map(_ROW.fullmatch, first_lines(path)))
+    return bool(_columns(path)) or all(map(_ROW.fullmatch, first_lines(path)))
 
 
 def _header(path: Path) -> list[str]:
@@ -72,29 +68,22 @@ def _header(path: Path) -> list[str]:
     return [word.strip() for word in line.split(",")]
 
 
-def _columns(path: Path, names: Mapped) -> list[str]:
+def _columns(path: Path) -> list[str]:
     """Our names of the two columns in the header's order: a layer, and an expert or a
     list; nothing where it has others.
     """
-    ours = {theirs: name for name, theirs in names.items()}
-    for name in set(MAPPED.values()) - names.keys():
-        ours.setdefault(name, name)
-    if not names:
-        ours |= {
-            name: column for column in ("layer", "experts") for name in NAMES[column]
-        }
-    header = _header(path)
-    columns = [ours.get(name, "") for name in header]
+    ours = {name: column for column in ("layer", "experts") for name in NAMES[column]}
+    columns = [{**ours, "expert": "expert"}.get(name) for name in _header(path)]
     # A table with more columns tells tokens, and another importer reads it.
-    is_known = len(header) == 2 and "layer" in columns and all(columns)
-    return columns if is_known and columns[0] != columns[1] else []
+    is_known = columns in _COLUMNS or columns[::-1] in _COLUMNS
+    return [str(name) for name in columns] if is_known else []
 
 
-def read(path: Path, shape: ModelShape, names: Mapped, **given: str) -> Foreign:
+def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
     """The file's passes."""
     word = one_of(path, given, "prompt_passes", ("joined", "apart"))
     joins = word == "joined" if word else None
-    columns = _columns(path, names)
+    columns = _columns(path)
     of_lists = "experts" in columns
     note = "no combine weights, tokens or top-k in the source: the shape's top-k and"
     return Foreign(

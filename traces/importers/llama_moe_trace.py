@@ -15,10 +15,9 @@ import re
 from typing import TYPE_CHECKING
 
 from moesim.traces.format.rows import blocks
-from moesim.traces.importers.readers.foreign import Foreign, head
+from moesim.traces.importers.readers.foreign import Foreign, first_lines, head
 from moesim.traces.importers.readers.sequence_rows import phases, restarted
 from moesim.traces.importers.readers.tables import csv_rows
-from moesim.traces.importers.readers.text import first_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

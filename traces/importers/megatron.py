@@ -20,27 +20,24 @@ from moesim.traces.format.rows import blocks
 from moesim.traces.importers.readers.foreign import (
     Foreign,
     decoding,
+    first_line,
+    first_object,
     head,
     layout_error,
+    line_chunks,
 )
-from moesim.traces.importers.readers.json_lines import json_rows, quote
 from moesim.traces.importers.readers.sequence_rows import (
     ForwardPasses,
     ended,
     occurrences,
 )
-from moesim.traces.importers.readers.text import (
-    first_line,
-    first_object,
-    line_chunks,
-)
+from moesim.traces.importers.readers.tables import json_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.foreign import Mapped
 
     Block = dict[str, np.ndarray]
 
@@ -50,38 +47,36 @@ _STRUCTURE = {
     "block": "VARCHAR",
     "top_indices": [["DOUBLE"]],
 }
-# What may stand on the left of a mapping; `experts` is our name.
-MAPPED = {name: name for name in _STRUCTURE} | {"experts": "top_indices"}
 _DRAFT = "mtp"
+# A record without a block is the decoder's.
+_IS_DRAFT = re.compile(rb'"block"\s*:\s*"mtp"')
 
 
-def recognises(path: Path, names: Mapped) -> bool:
+def recognises(path: Path) -> bool:
     """Whether the first line is a record, or begins like one (a record of many tokens
     is one long line).
     """
     # A record may have more keys, as those with hidden states beside it do.
-    keys = {names.get(key, key) for key in _KEYS}
     first = first_object(path)
     if isinstance(first, dict):
-        return first.keys() >= keys
+        return first.keys() >= set(_KEYS)
 
     start = head(path, 512).lstrip()
-    has_keys = all(f'"{key}"'.encode() in start for key in keys)
-    return has_keys and start.startswith(f'{{"{names.get("step", "step")}":'.encode())
+    has_keys = all(f'"{key}"'.encode() in start for key in _KEYS)
+    return has_keys and start.startswith(b'{"step":')
 
 
-def read(path: Path, _: ModelShape, names: Mapped) -> Foreign:
+def read(path: Path, _: ModelShape) -> Foreign:
     """The file's steps."""
-    names = {name: name for name in _STRUCTURE} | names
     first = first_line(path)
     rank = None
     if first is not None:
         with decoding(path, f"line {first[0]}"):
-            rank = json.loads(first[1])[names["rank"]]
+            rank = json.loads(first[1])["rank"]
     if not isinstance(rank, int):
         raise layout_error(path, "rank", "a whole number", rank)
 
-    drafts, has_files = _left_out(path, names["block"])
+    drafts, has_files = _left_out(path)
     notes = ["steps of several tokens are taken as prompts: requests have no names"]
     if drafts:
         notes.append(f"{drafts} records of draft heads (block mtp) left out")
@@ -89,39 +84,35 @@ def read(path: Path, _: ModelShape, names: Mapped) -> Foreign:
         notes.append(
             "hidden states and logits in the files beside the trace are left out"
         )
-    return Foreign(lambda: _steps(path, names), notes=notes, facts={"rank": rank})
+    return Foreign(lambda: _steps(path), notes=notes, facts={"rank": rank})
 
 
-def _left_out(path: Path, block: str) -> tuple[int, bool]:
+def _left_out(path: Path) -> tuple[int, bool]:
     """How many records are of draft heads, and whether files lie beside the trace."""
-    draft = re.compile(rf'"{re.escape(block)}"\s*:\s*"{_DRAFT}"'.encode())
     drafts = 0
     has_files = False
     for data in line_chunks(path):
         # Looking for a word first is many times faster than the expression.
         if _DRAFT.encode() in data:
-            drafts += len(draft.findall(data))
+            drafts += len(_IS_DRAFT.findall(data))
         has_files |= b'"hs_offset"' in data or b'"logit_offset"' in data
     return drafts, has_files
 
 
-def _steps(path: Path, names: Mapped) -> Iterator[Block]:
-    """Rows of some whole steps at a time; `names` has what the file calls keys."""
-    structure = {names[key]: kind for key, kind in _STRUCTURE.items()}
-    key = {name: f"line.{quote(theirs)}" for name, theirs in names.items()}
-    ids = key["top_indices"]
-    fits = f"len({ids}) = {key['num_tokens']} AND len(each) = {key['topk']}"
+def _steps(path: Path) -> Iterator[Block]:
+    """Rows of some whole steps at a time."""
+    ids = "line.top_indices"
+    fits = f"len({ids}) = line.num_tokens AND len(each) = line.topk"
     columns = {
-        "step": key["step"],
-        "layer": key["layer"],
+        "step": "line.step",
+        "layer": "line.layer",
         "record": "number",
         "experts": f"CASE WHEN {fits} THEN each END",
     }
-    # A record without a block is the decoder's.
-    where = f"{key['block']} IS DISTINCT FROM '{_DRAFT}'"
+    where = f"line.block IS DISTINCT FROM '{_DRAFT}'"
     passes = ForwardPasses()
     needed = "num_tokens lists of topk integers"
-    records = json_rows(path, structure, columns, each=ids, where=where, needed=needed)
+    records = json_rows(path, _STRUCTURE, columns, each=ids, where=where, needed=needed)
     rows: Block = {}
     for rows in ended(blocks(records), _last_step):
         yield _rows(passes, rows)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.foreign import Mapped
 
     Block = dict[str, np.ndarray]
 
@@ -50,13 +49,6 @@ _OURS = {
     "expert": "expert",
     "weight": "weight",
 }
-# The layout's names, and ours.
-MAPPED = {
-    **{name: name for name in _OURS},
-    **{ours: name for name, ours in _OURS.items()},
-    "experts": "expert",
-    "weights": "weight",
-}
 _PREAMBLE_BYTES = 1 << 20
 # A preamble that claims more must not make the dense layers fill the memory.
 _MOST_LAYERS = 4096
@@ -69,7 +61,7 @@ class _Preamble(NamedTuple):
         facts: words of the model line, such as ``n_expert``.
         expert_bytes: layer -> bytes of one expert; 0 for a layer without.
         dense_bytes: bytes of everything else, all layers.
-        columns: names of the columns, as this layout calls those that it knows.
+        columns: names of the columns.
         size_bytes: of all that stands before the first row.
     """
 
@@ -80,14 +72,14 @@ class _Preamble(NamedTuple):
     size_bytes: int
 
 
-def recognises(path: Path, _: Mapped) -> bool:
+def recognises(path: Path) -> bool:
     """Whether the first line is ``# route_trace v…``."""
     return head(path, 64).startswith(_MAGIC)
 
 
-def read(path: Path, shape: ModelShape | None, names: Mapped) -> Foreign:
+def read(path: Path, shape: ModelShape | None) -> Foreign:
     """The file's rows, a turn of the session being a sequence."""
-    opening = _preamble(path, names)
+    opening = _preamble(path)
     columns = {_OURS[name]: [name] for name in opening.columns if name in _OURS}
     return Foreign(
         lambda: _rows(path, opening, columns),
@@ -177,7 +169,7 @@ def _stated_shape(path: Path, shape: ModelShape, opening: _Preamble) -> ModelSha
 # -- preamble --------------------------------------------------------------------------
 
 
-def _preamble(path: Path, names: Mapped) -> _Preamble:
+def _preamble(path: Path) -> _Preamble:
     """Read the lines before the rows.
 
     Raises:
@@ -199,7 +191,7 @@ def _preamble(path: Path, names: Mapped) -> _Preamble:
                 raise layout_error(path, place, "# route_trace v1", line[:40], way_out)
             continue
         if not line.startswith("#"):
-            columns = _header_columns(path, place, line, names)
+            columns = _header_columns(path, place, line)
             return _Preamble(facts, expert_bytes, dense_bytes, columns, size_bytes)
 
         words = dict(re.findall(r"(\w+)=(\S+)", line))
@@ -218,19 +210,11 @@ def _preamble(path: Path, names: Mapped) -> _Preamble:
     raise layout_error(path, f"line {len(lines)}", expected, "the end of the file")
 
 
-def _header_columns(path: Path, place: str, line: str, names: Mapped) -> list[str]:
-    """The columns as this layout calls them; `names` has what the file calls them."""
+def _header_columns(path: Path, place: str, line: str) -> list[str]:
     columns = [name.strip() for name in line.split(",")]
-    # A column that is mapped must be there, needed or not.
-    needed = {name: name for name in _NEEDED} | names
-    missing = [theirs for theirs in needed.values() if theirs not in columns]
+    missing = [name for name in _NEEDED if name not in columns]
     if missing:
         raise layout_error(path, place, f"a column {missing[0]!r}", line[:80])
     if len(set(columns)) != len(columns):
         raise layout_error(path, place, "every column once", line[:80])
-    by_theirs = {theirs: name for name, theirs in names.items()}
-    # One that bears the name of a mapped column is another one.
-    return [
-        by_theirs.get(column, f"their {column}" if column in names else column)
-        for column in columns
-    ]
+    return columns

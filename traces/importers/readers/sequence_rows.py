@@ -216,7 +216,7 @@ def without_cut_token(block: Block, layers: int, left_out: list[str]) -> Block:
     """
     start = int(np.searchsorted(block["pos"], block["pos"][-1]))
     # The last layer of a prompt may have its last token only.
-    is_prompt = block["phase"][start] == Phase.PREFILL
+    is_prompt = "phase" in block and block["phase"][start] == Phase.PREFILL
     if is_prompt or len(block["pos"]) - start == layers:
         return block
     left_out.append(
