@@ -1,10 +1,10 @@
 """Decomposes the time that a policy takes beyond one that knows the future, by its
 parts.
 
-Parts are replaced by substitutes that know the future, in every combination, and each
-mix is timed. Replacing one part saves more or less time depending on which others are
-replaced already, so the whole gap is shared out by Shapley's value
-(`moesim.questions.gap`).
+Parts are replaced by substitutes that know the future, in every combination. Each such
+*mix*, part -> its substitute, is timed with the same trace, machine and memories.
+Replacing one part saves more or less time depending on which others are replaced
+already, so the whole gap is shared out by Shapley's value (`shapley`).
 
 Four parts are replaced: eviction (the cache's rule, from the same start), assignment
 and prefetch by those of the clairvoyant system, whose rules are searched for this run
@@ -20,25 +20,25 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pandas as pd
 
 from moesim.base.options import ConfigError
 from moesim.base.units import ms, percent
-from moesim.policies import cache_replay
+from moesim.engine.observers import observed_policy
+from moesim.engine.planner import Planner
+from moesim.policies.assignment._optimum import modelled_s, optimal
 from moesim.policies.base import PolicyError
-from moesim.policies.registry import references
-from moesim.policies.systems import compose
-from moesim.questions.gap_mixes import (
-    CEILING,
-    Grades,
-    MixReplays,
-    SameStart,
-    cache_of,
-)
+from moesim.policies.delegating import DelegatingCache, context_for
+from moesim.policies.names import CPU
+from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
+from moesim.policies.systems import System, compose
 from moesim.questions.replay import setting_facts
 from moesim.reporting.answers import Answer
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
@@ -47,29 +47,198 @@ from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import clairvoyant_rules, replay, simulated
-from moesim.runs.setup import (
-    Setup,
-    begins,
-    check_needs,
-    load_artefacts,
-    refuse_arrivals,
-    trace_of,
-)
+from moesim.runs.setup import Setup, begins, load_artefacts, refuse_arrivals, trace_of
 from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.layer_steps import layer_steps
+from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from moesim.engine.planner import Planner
-    from moesim.policies.run_context import Future
-    from moesim.policies.systems import System
+    from moesim.engine.observers import Observer
+    from moesim.hwprofiles.costs import Costs
+    from moesim.policies.base import CachePolicy
+    from moesim.policies.run_context import Future, RunContext
     from moesim.runs.bound import Bound, MemoryBound
     from moesim.sim.results import ReplayResult
-    from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import Trace
-    from moesim.traces.timeline.spans import Timeline
+
+EVICTION = "eviction"
+ASSIGNMENT = "assignment"
+PREFETCH = "prefetch"
+PLANNING = "planning"
+PARTS = (EVICTION, ASSIGNMENT, PREFETCH, PLANNING)
+CEILING = System(
+    assignment="exact:objective=scheduled", cache="foresight", prefetch="foresight"
+)
+"""What parts are replaced by, unless the clairvoyant system's rules are searched. The
+scheduled objective knows that copies follow each other on a link.
+"""
+FREE = "in no time"
+
+
+class SameStart(DelegatingCache):
+    """One policy's rules from another one's initial content."""
+
+    def __init__(self, rule: CachePolicy, start_of: CachePolicy) -> None:
+        super().__init__(rule)
+        # Whatever the rules are, they must be given the future to hand it on.
+        self.oracle = True  # type: ignore[misc] # for this pair of rules
+        self.start_of = start_of
+        self.needs = (*rule.needs, *start_of.needs)
+
+    def start(self, context: RunContext) -> None:
+        """Start both."""
+        # Its random draws and calibration may decide what it begins with.
+        self.start_of.start(context_for(self.start_of, context))
+        super().start(context)
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
+        """Return what the other one would begin with."""
+        return self.start_of.initial(capacity_slots)
+
+
+def cache_of(spec: str) -> CachePolicy:
+    """A fresh cache policy."""
+    return cast("CachePolicy", resolve(spec, "cache"))
+
+
+@dataclass(frozen=True, slots=True)
+class MixReplays:
+    """One run, replayed with any of its policy's parts replaced.
+
+    Attributes:
+        setup: trace, machine, memories and the policy under study.
+        walk: walks a planner through the trace.
+        future: of the same passes.
+        ceiling: what parts are replaced by.
+    """
+
+    setup: Setup
+    walk: Callable[[Planner, Timeline], ReplayResult]
+    future: Future
+    ceiling: System = CEILING
+
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """Part -> its specification and its substitute, where they differ; planning is
+        named after the assignment it is charged for, and always replaced.
+        """
+        ours, theirs = self.setup.system, self.ceiling
+        parts = {
+            EVICTION: (ours.cache, theirs.cache),
+            ASSIGNMENT: (ours.assignment, theirs.assignment),
+            PREFETCH: (ours.prefetch, theirs.prefetch),
+            PLANNING: (ours.assignment.partition(":")[0], FREE),
+        }
+        # A part that is its own substitute would double the replays for nothing.
+        return {part: both for part, both in parts.items() if both[0] != both[1]}
+
+    def replay_s(self, mix: Mapping[str, str], *observers: Observer) -> float:
+        """Return the makespan with some parts replaced, in virtual seconds.
+
+        A replaced cache starts with what the policy's own cache starts with, so only
+        evictions and admissions differ. Decisions are charged as those of the policy's
+        own assignment unless planning is replaced. The cache of limited host memory is
+        never replaced.
+
+        Args:
+            mix: part -> its substitute; other parts stay.
+            observers: of the assignment policy's answers.
+
+        Raises:
+            PolicyError: a policy answered something illegal.
+        """
+        setup = self.setup
+        ours = setup.system
+        system = replace(
+            ours,
+            assignment=mix.get(ASSIGNMENT, ours.assignment),
+            prefetch=mix.get(PREFETCH, ours.prefetch),
+        )
+        host_cache = setup.config.host_cache if setup.memory.host else None
+        policies = system.build(gpus=setup.profile.gpus, host_cache=host_cache)
+        # Planning seconds are looked up by this name.
+        policies.names = {**policies.names, "assignment": ours.assignment}
+        if EVICTION in mix:
+            # One instance per GPU: caches keep state of their own.
+            policies.caches = [
+                SameStart(cache_of(mix[EVICTION]), cache) for cache in policies.caches
+            ]
+        for observer in observers:
+            policies.assignment = observed_policy(
+                policies.assignment, observer, calls=("assign",)
+            )
+        costs = setup.costs()
+        planner = Planner(
+            setup.shape,
+            without_planning(costs) if PLANNING in mix else costs,
+            policies,
+            setup.memory,
+            seed=setup.config.seed,
+            future=self.future,
+            calibration=setup.calibration,
+            extras=load_artefacts(setup.config.artefacts),
+        )
+        timeline = Timeline(setup.profile.lanes)
+        result = self.walk(planner, timeline)
+        timeline.close()
+        return result.makespan_s
+
+    def ceiling_s(self) -> float:
+        """Return the makespan with all parts replaced."""
+        return self.replay_s({part: both[1] for part, both in self.parts().items()})
+
+    def resident_s(self) -> float:
+        """Return the makespan if all experts were on the GPUs from the start, with the
+        ceiling's assignment and no planning time.
+        """
+        setup = copy(self.setup)
+        all_experts = CacheSize.for_model(setup.shape, ratio=1.0)
+        setup.memory = replace(setup.memory, gpu=all_experts, host=None)
+        # A static cache is filled from the start, and asks for no copy.
+        setup.system = System(self.ceiling.assignment, cache="static:fill=lowest")
+        return replace(self, setup=setup).replay_s({PLANNING: FREE})
+
+
+def without_planning(costs: Costs) -> Costs:
+    """The same costs, with decisions that take no time."""
+    free = copy(costs)
+    vars(free).update(planning_terms=lambda *_, **__: (0.0,) * 4)
+    return free
+
+
+@dataclass(slots=True)
+class Grades:
+    """How far each layer step's assignment is from the best lanes for the same state of
+    the machine, with lanes as sums of costs (what most policies minimise).
+
+    Attributes:
+        modelled: chosen makespan over the least, of each layer step.
+        chosen_s: modelled makespan, summed over layer steps.
+        least_s: the least modelled makespan, likewise.
+    """
+
+    modelled: list[float] = field(default_factory=list)
+    chosen_s: float = 0.0
+    least_s: float = 0.0
+
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Grade one answer; layer steps that cost nothing are left out.
+
+        An observer of `AssignmentPolicy.assign` (`moesim.engine.observers`).
+        """
+        del call, answer
+        work, _, given_lanes, _ = arguments
+        least_s = optimal(work).makespan_s
+        if not least_s:
+            return
+
+        # The CPU computes what is deferred, too.
+        lanes = np.maximum(np.asarray(given_lanes), CPU)
+        chosen_s = modelled_s(work, lanes)
+        self.modelled.append(chosen_s / least_s)
+        self.chosen_s += chosen_s
+        self.least_s += least_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +250,7 @@ class Gap:
         ceiling_s: of the fastest mix.
         resident_s: of a machine whose GPUs hold all experts: below it even more memory
             does not help.
-        parts: a row for each of `moesim.questions.gap_mixes.PARTS` that differs, in
+        parts: a row for each of `PARTS` that differs, in
             seconds of the whole run, none negative: ``policy`` is the specification
             under study (for planning, the assignment whose decisions are charged),
             ``replaced_by`` its substitute in the ceiling (None if that is faster
@@ -90,12 +259,9 @@ class Gap:
             orders of replacing, ``share`` that of the gap (None where there is none).
         mixes: makespan of every mix, by its substitutes; the policy itself is ``as it
             is``.
-        grades: of the policy's own assignment.
-        eviction: of `split_eviction`.
         config: effective configuration.
         bound: what no schedule can beat; None where there is none.
-        clairvoyant_s: of the clairvoyant system as it begins by itself; None where the
-            ceiling was given.
+        clairvoyant_s: of the clairvoyant system as it begins by itself.
     """
 
     policy_s: float
@@ -103,8 +269,6 @@ class Gap:
     resident_s: float
     parts: pd.DataFrame
     mixes: dict[str, float]
-    grades: Grades
-    eviction: pd.DataFrame | None = None
     config: dict[str, Any] = field(default_factory=dict)
     bound: Bound | MemoryBound | None = None
     clairvoyant_s: float | None = None
@@ -126,8 +290,6 @@ class Gap:
         return {
             **{name: getattr(self, name) for name in names},
             "parts": {row.pop("name"): row for row in records(self.parts)},
-            "eviction": None if self.eviction is None else records(self.eviction),
-            "assignment": self.grades.to_json(),
             "bound": bound,
         }
 
@@ -145,14 +307,12 @@ def decompose(
         PolicyError: a policy answered something illegal.
     """
     both = replays.parts()
-    grades = Grades()
     mixes: dict[str, float] = {}
     times_s: dict[frozenset[str], float] = {}
     for size in range(len(both) + 1):
         for chosen in combinations(both, size):
             mix = {part: both[part][1] for part in chosen}
-            # The policy itself is the only one that is graded.
-            seconds = replays.replay_s(mix, *([] if mix else [grades]))
+            seconds = replays.replay_s(mix)
             # Two parts may have substitutes of one name.
             words = " + ".join(f"{part}: {name}" for part, name in mix.items())
             mixes[words or "as it is"] = times_s[frozenset(mix)] = seconds
@@ -189,7 +349,6 @@ def decompose(
         resident_s=replays.resident_s(),
         parts=pd.DataFrame(parts),
         mixes=mixes,
-        grades=grades,
     )
 
 
@@ -198,15 +357,12 @@ def gap(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    ceiling: System | None = None,
     progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Gap:
     """Measure where a policy loses its time against a clairvoyant schedule.
 
     Args:
-        ceiling: what its parts are replaced by, its routing not; None for the
-            clairvoyant system with the rules that are fastest in this run.
         progress: called with the share of mixes that were replayed.
         options: fields of `moesim.runs.config.RunConfig`; `trace` and `policy` as in
             `moesim.runs.replay.replay`.
@@ -229,20 +385,11 @@ def gap(
             f"gap: routing policy {setup.system.routing!r} alters the routing, so the"
             " clairvoyant parts would foresee another run; use --routing as-recorded"
         )
-    clairvoyant_s = None
-    if ceiling is None:
-        asked = config.replaced(
-            trace=opened, policy=CLAIRVOYANT, cache=None, prefetch=None
-        )
-        rules = clairvoyant_rules(asked)
-        clairvoyant_s = float(replay(rules, keep=False).metrics["makespan_s"])
-        # The rules were the best from a start of their own; from this policy's, plain
-        # foresight may lead further.
-        best = compose(rules.policy, cache=rules.cache, prefetch=rules.prefetch)
-        ceilings = [best, CEILING]
-    else:
-        check_needs(opened, ceiling.build(gpus=setup.profile.gpus, host_cache=None))
-        ceilings = [ceiling]
+    asked = config.replaced(trace=opened, policy=CLAIRVOYANT, cache=None, prefetch=None)
+    rules = clairvoyant_rules(asked)
+    # They were the best from a start of their own; from this policy's, plain foresight
+    # may lead further.
+    best = compose(rules.policy, cache=rules.cache, prefetch=rules.prefetch)
 
     passes: dict[str, Any] = {"batch": config.batch, "steps": config.steps}
 
@@ -251,25 +398,10 @@ def gap(
 
     # Oracles know all forward passes, and no more than those that are replayed.
     future = setup.future or RecordedFuture.of(opened, **passes)
-    candidates = [MixReplays(setup, walk, future, each) for each in ceilings]
+    candidates = [MixReplays(setup, walk, future, each) for each in (best, CEILING)]
     replays = min(candidates, key=MixReplays.ceiling_s)
     result = decompose(replays, progress)
-    result.clairvoyant_s = clairvoyant_s
-    # A trace without scores cannot drive caches that go by scores; the rest can be
-    # compared all the same.
-    causal = [
-        name
-        for name in references("cache")
-        if set(cache_of(name).needs) <= opened.columns
-    ]
-    caches = map(cache_of, (setup.system.cache, *causal))
-    columns = dict.fromkeys(column for cache in caches for column in cache.needs)
-    result.eviction = split_eviction(
-        setup,
-        lambda: layer_steps(opened, **passes, columns=tuple(columns), tokens=True),
-        future,
-        causal,
-    )
+    result.clairvoyant_s = float(replay(rules, keep=False).metrics["makespan_s"])
     result.bound = bound_of(config.replaced(trace=opened))
     result.config = setup.effective_config(opened) | {
         "begins": begins(setup.planner(), setup.calibration),
@@ -279,70 +411,6 @@ def gap(
         },
     }
     return result
-
-
-BELADY = "belady"
-FORCED = "belady:must_admit=true"
-
-
-def split_eviction(
-    setup: Setup,
-    steps: Callable[[], Iterable[LayerSteps]],
-    future: Future,
-    causal: Sequence[str],
-) -> pd.DataFrame | None:
-    """Split the misses of a cache beyond Belady's by which knowledge of the future is
-    missing.
-
-    Caches of one size and start read the same accesses, and every miss is fetched and
-    offered to them: the policy, a Belady that must admit every fetched expert as the
-    policy does, and a Belady that may decline. From the first to the second only the
-    choice of *victims* improves; from the second to the third only the choice of *what
-    to admit*. Neither choice can be made so without the future. What a causal policy
-    could win of it is not computable; what those at hand do win on this very trace is.
-
-    Args:
-        setup: of the run, for its cache.
-        steps: gives its layer steps anew.
-        future: of the same passes.
-        causal: caches that see the past only.
-
-    Returns:
-        A row for the policy's ``cache``, both Beladys and each causal one: ``misses``,
-        ``miss_rate`` and ``closes``, the share that it avoids of the misses beyond
-        Belady's (NaN where there are none). None where misses alone do not fill the
-        cache: the policy replaces experts by its own clock.
-
-    Raises:
-        PolicyError: a policy answered something illegal.
-    """
-    under_study = setup.system.cache
-    # How many copies land in time that a cache asks for by its own clock, only a
-    # machine can tell.
-    if cache_of(under_study).replaces:
-        return None
-    misses = {}
-    for name in (under_study, FORCED, BELADY, *causal):
-        # Fresh instances: a policy keeps its state from one run to the next.
-        counts = cache_replay.replay(
-            SameStart(cache_of(name), cache_of(under_study)),
-            name,
-            setup.shape,
-            setup.cache,
-            steps(),
-            future=future,
-            seed=setup.config.seed,
-            calibration=setup.calibration,
-            extras=load_artefacts(setup.config.artefacts),
-        )
-        misses[name] = counts.accesses - counts.hits
-    own_misses = misses[under_study]
-    frame = pd.DataFrame(misses.items(), columns=["cache", "misses"])
-    frame["miss_rate"] = frame["misses"] / (counts.accesses or math.nan)
-    frame["closes"] = (own_misses - frame["misses"]) / (
-        own_misses - misses[BELADY] or math.nan
-    )
-    return frame.sort_values("misses", kind="stable", ignore_index=True)
 
 
 def gap_answer(report: Gap) -> Answer:
@@ -378,31 +446,13 @@ def gap_answer(report: Gap) -> Answer:
         facts.append(
             ("bound", f"{ms(report.bound.seconds)}: {free}; the policy is {words}")
         )
-    notes = []
-    tables = [Listing(parts, _PARTS, note=_PARTS_NOTE)]
-    if report.eviction is None:
-        notes.append(
-            "this cache swaps by its own clock, so its misses depend on the machine"
-        )
-    else:
-        title = "The cache alone, every miss offered to it"
-        tables.append(
-            Listing(report.eviction, _EVICTION, title=title, note=_EVICTION_NOTE)
-        )
-    if report.grades.modelled:
-        tables.append(_grades_table(report.grades))
-    mixes = pd.DataFrame(report.mixes.items(), columns=["mix", "run_s"])
-    mixes = mixes.sort_values("run_s", kind="stable")
-    mixes["change"] = mixes["run_s"] / whole_s - 1
-    tables.append(Listing(mixes, _MIXES, title="Every combination", printed=False))
     return Answer(
         question="where does the policy lose its time?",
         subject=f"{config['model']} on {config['hw']}",
         setting=[*setting_facts(config), *(("note", n) for n in config["synthetic"])],
         facts=facts,
-        tables=tables,
+        tables=[Listing(parts, _PARTS, note=_PARTS_NOTE)],
         sentences=[sentence],
-        notes=notes,
         figures={"parts": lambda: _figure(report)},
         data=report.to_json(),
         sources={"trace": trace_words(config["trace"], config["trace_digest"])},
@@ -422,43 +472,6 @@ _PARTS = [
 _PARTS_NOTE = (
     "costs: what replacing the part saves, the mean over all orders of replacing"
 )
-_EVICTION = [
-    Column("cache", "cache"),
-    Column("misses", "misses"),
-    Column("miss_rate", "of accesses", "share"),
-    Column("closes", "of the gap closed", "share"),
-]
-_EVICTION_NOTE = (
-    f"what {FORCED} closes is lost by evicting the wrong one, the rest by admitting too"
-    " much"
-)
-_GRADES = [
-    Column("costs", "costs of a layer"),
-    Column("mean", "mean", "ratio"),
-    Column("p95", "95th percentile", "ratio"),
-    Column("max", "worst", "ratio"),
-    Column("optimal_share", "optimal", "share"),
-]
-_MIXES = [
-    Column("mix", "parts replaced"),
-    Column("run_s", "whole run", "s"),
-    Column("change", "against the policy", "share"),
-]
-
-
-def _grades_table(grades: Grades) -> Listing:
-    """How far each assignment is from the best for the same state of the machine."""
-    costs = ["added up per device", "copies one after the other"]
-    note = f"time of {len(grades.modelled):,} layer steps over the least possible"
-    if grades.unproven:
-        note += (
-            f"; {grades.unproven:,} were too large to solve exactly, so their ratio"
-            " may be too small"
-        )
-    title = "Assignment against the best one"
-    return Listing(
-        grades.statistics().assign(costs=costs), _GRADES, title=title, note=note
-    )
 
 
 def _figure(report: Gap) -> Figure:

@@ -27,7 +27,7 @@ from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
-from moesim.questions.gap_mixes import Grades
+from moesim.questions.gap import Grades
 from moesim.runs.replay import replay
 from moesim.traces.format.arrays import predicted_workload
 from moesim.traces.format.batch import compose

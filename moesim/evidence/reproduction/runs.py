@@ -16,7 +16,7 @@ from moesim.hwprofiles.paths import link
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.assignment._optimum import modelled_s
 from moesim.policies.systems import System
-from moesim.questions.gap_mixes import MixReplays
+from moesim.questions.gap import MixReplays
 from moesim.runs.config import RunConfig
 from moesim.runs.memory import plan_memory
 from moesim.runs.replay import replay
