@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import platform
+import shutil
 import tempfile
 import textwrap
 import time
@@ -12,20 +13,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from moesim.base import host_checks
-from moesim.base.host_checks import Finding, fails, holds, limited
-from moesim.base.units import percent
+from moesim.base.errors import RuntimeFault
+from moesim.base.host_checks import LEAST_FREE_BYTES, Finding, fails, holds, limited
+from moesim.base.host_limits import processor
 from moesim.base.version import __version__
 from moesim.hwprofiles.profile import HardwareProfile, load_profile
 from moesim.reporting.tables import screen
 from moesim.runs.machine import this_machine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-
-# -- diagnosis -------------------------------------------------------------------------
-# The doctor: what this machine has, and what of it works, in less than a minute.
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _WORDS: Final = {"ok": "ok", "limited": "limited", "fails": "FAILS"}
 
@@ -119,18 +119,15 @@ def diagnose(
         diagnosis = Diagnosis({"python": platform.python_version()})
         steps["torch"] = lambda: NO_TORCH
     else:
-        from moesim.runtime import doctor as system  # noqa: PLC0415 - torch
         from moesim.runtime.measure.profile import versions  # noqa: PLC0415 - torch
 
         folder = _existing(disk or Path(tempfile.gettempdir()))
         diagnosis = Diagnosis(versions())
         steps |= {
-            "torch": system.check_torch,
-            "page-locked memory": system.check_page_lock,
-            # The rest find several things each.
-            "disk": lambda: system.check_disk(folder),
-            "lanes": system.check_lanes,
-            "runs": check_runs,
+            "torch": check_torch,
+            "page-locked memory": check_page_lock,
+            "disk": lambda: check_disk(folder),
+            "exact output": check_exact_output,
         }
     for number, (name, check) in enumerate(steps.items()):
         if progress is not None:
@@ -177,8 +174,106 @@ def _existing(folder: Path) -> Path:
     )
 
 
-# -- runs ------------------------------------------------------------------------------
-# Checks by real runs of what ships: answers, plans, copies beside products.
+# -- torch and the disk ----------------------------------------------------------------
+
+_MIB: Final = 1 << 20
+_READ_BYTES: Final = 4 * _MIB
+_NOISE_BYTES: Final = 16 * _READ_BYTES
+
+CARDS: Final[Mapping[str, str]] = {
+    "/dev/nvidia0": "NVIDIA",
+    "/dev/kfd": "AMD",
+    "/dev/dri/renderD128": "other",
+}
+"""Files of the kernel -> whose graphics they stand for."""
+
+
+def check_torch(cards: Sequence[str] | None = None) -> Finding:
+    """Name torch, and the accelerator that it finds.
+
+    Args:
+        cards: makers of graphics that the system shows; looked for when None.
+    """
+    from moesim.runtime.accelerators import accelerator_here  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.profile import versions  # noqa: PLC0415 - torch
+
+    version = f"torch {versions()['torch']}"
+    accelerator = accelerator_here()
+    if accelerator is not None:
+        memory = accelerator.total_bytes / 2**30
+        return holds(
+            f"{version}, {accelerator.driver}: {accelerator.name}, {memory:.1f} GiB",
+            kind=accelerator.kind,
+            unified=accelerator.unified,
+        )
+    if cards is None:
+        cards = [maker for path, maker in CARDS.items() if Path(path).exists()]
+    known = [maker for maker in cards if maker != "other"]
+    if known:
+        return fails(
+            f"{version} finds no accelerator, but the system has {known[0]} graphics",
+            "install the torch build for it (pytorch.org, 'Get started'), and its"
+            " driver",
+        )
+    return holds(
+        f"{version}, no graphics: a core of {processor()} stands in", kind="host"
+    )
+
+
+def check_page_lock() -> Finding:
+    """Page-lock some memory for the accelerator, where there is one."""
+    from moesim.runtime.accelerators import accelerator_here  # noqa: PLC0415 - torch
+    from moesim.runtime.store.memory import HostSlots  # noqa: PLC0415 - torch
+
+    accelerator = accelerator_here()
+    if accelerator is None or not accelerator.page_locks:
+        return holds("not needed: no copies to a device's own memory")
+    try:
+        with HostSlots(64, _MIB, page_lock=accelerator):
+            return holds("64 MiB page-locked")
+    except RuntimeFault as error:
+        return fails(
+            str(error), "raise the limit: `ulimit -l unlimited`, or --ulimit memlock=-1"
+        )
+
+
+def check_disk(folder: Path) -> list[tuple[str, Finding]]:
+    """Read a file of noise around the page cache, in pieces of an expert's size.
+
+    Raises:
+        RuntimeFault: it cannot be written.
+    """
+    from moesim.runtime.measure.copies import noise_file  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.sampling import once_s  # noqa: PLC0415 - torch
+    from moesim.runtime.store.memory import HostSlots  # noqa: PLC0415 - torch
+
+    usage = shutil.disk_usage(folder)
+    with HostSlots(1, _READ_BYTES) as slots, noise_file(folder, _NOISE_BYTES) as file:
+        view = memoryview(slots.record(0).numpy())
+        offsets = range(0, _NOISE_BYTES, _READ_BYTES)
+        times_s = [once_s(lambda at: file.read_into(at, view), at) for at in offsets]
+    around = holds(f"reads in {folder} go around the page cache")
+    if not file.direct:
+        around = limited(
+            f"{folder}: {file.reason}, so they may come from memory",
+            "put experts on a disk with ext4 or xfs: --store DIR",
+            reason=file.reason,
+        )
+    rate = _READ_BYTES / float(np.median(times_s))
+    words = f"{rate / 1e9:.2f} GB/s in pieces of 4 MiB"
+    figures: dict[str, Any] = {"bytes_per_s": rate}
+    # Some file systems in memory count nothing.
+    if usage.total:
+        words += f", {usage.free / 2**30:.0f} GiB free"
+        figures["free_bytes"] = usage.free
+    speed = holds(words, **figures)
+    if usage.total and usage.free < LEAST_FREE_BYTES:
+        way_out = "make room, or name another disk: --disk DIR"
+        speed = limited(words, way_out, **figures)
+    return [("direct I/O", around), ("disk", speed)]
+
+
+# -- a real run ------------------------------------------------------------------------
 
 PROMPT: Final = "import os\nimport sys\n\ndef main():\n"
 REPORT: Final = "report it with the output of `moesim doctor --json`"
@@ -201,25 +296,19 @@ def rough_profile() -> HardwareProfile:
     )
 
 
-def check_runs() -> Iterable[tuple[str, Finding]]:
-    """Run the shipped model and trace for real: exact output, the same plans from the
-    same views, and copies beside products.
-    """
-    from moesim.runtime.doctor import ONE_CORE  # noqa: PLC0415 - torch
-
-    profile = rough_profile()
+def check_exact_output() -> Finding:
+    """Run the shipped model for real, and compare what it says."""
     with tempfile.TemporaryDirectory() as folder:
-        passed, words = _exact(profile, Path(folder))
-        yield (
-            "exact output",
-            holds(words) if passed else fails(words, f"answers are wrong; {REPORT}"),
+        verdict = exact_output(
+            rough_profile(), Path(folder) / "tiny", "greedy", prefetch="next-gate"
         )
-        run, words = _parity(profile, Path(folder))
-        yield "parity", holds(words) if run is not None else fails(words, REPORT)
-        if run is not None:
-            # On one core threads overlap in time without getting anything done.
-            alone = this_machine()[1] < 2
-            yield "copies and products", ONE_CORE if alone else _overlap(run)
+    words = (
+        f"the shipped model's logits differ by {verdict.largest:.1e} at most, rounding"
+        f" explains {verdict.tolerance:.1e}"
+    )
+    if verdict.passed:
+        return holds(words)
+    return fails(words, f"answers are wrong; {REPORT}")
 
 
 def exact_output(
@@ -250,69 +339,3 @@ def exact_output(
     )
     assert live.verification is not None, "it was asked for"
     return live.verification
-
-
-def _exact(profile: HardwareProfile, folder: Path) -> tuple[bool, str]:
-    verdict = exact_output(profile, folder / "tiny", "greedy", prefetch="next-gate")
-    words = (
-        f"the shipped model's logits differ by {verdict.largest:.1e} at most, rounding"
-        f" explains {verdict.tolerance:.1e}"
-    )
-    return verdict.passed, words
-
-
-def _parity(profile: HardwareProfile, folder: Path) -> tuple[Any, str]:
-    """A run from the SSD, and a fresh planner that is told what it saw."""
-    from moesim.engine.observers import repeat  # noqa: PLC0415
-    from moesim.policies.base import PolicyError  # noqa: PLC0415
-    from moesim.runs.config import MeasuredConfig  # noqa: PLC0415
-    from moesim.runs.measured import columns_of, run_trace  # noqa: PLC0415
-    from moesim.runs.setup import Setup  # noqa: PLC0415
-    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
-    from moesim.traces.format.batch import compose  # noqa: PLC0415
-    from moesim.traces.format.reader import open_trace  # noqa: PLC0415
-    from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
-
-    trace = open_trace(resolve_trace("tiny"))
-    shape = shape_for(trace.shape, "qwen3-30b-a3b/16")
-    config = MeasuredConfig.of(
-        trace,
-        "on-demand+lru+next-gate",
-        cache_ratio=0.25,
-        host_memory_bytes=shape.routed_bytes // 2,
-        shape="qwen3-30b-a3b/16",
-        dtype="float32",
-        distinct=32,
-        steps=4,
-        hw=profile,
-        store=folder / "experts",
-    )
-    run = run_trace(config)
-    setup = Setup.of(config, trace, profile=profile, shape=shape)
-    steps = compose(trace, steps=4, columns=columns_of(trace, setup.policies()))
-    try:
-        plans = repeat(run.decision_log.entries, setup.planner(), steps)
-    except PolicyError as error:
-        return None, str(error)
-    return run, f"{len(plans)} plans repeat from what the run saw"
-
-
-def _overlap(run: Any) -> Finding:
-    """How much of the copies' and reads' time something was computed."""
-    spans = run.timeline.frame()
-    spans = spans[spans["end_s"] >= spans["start_s"]]
-    busy = spans[spans["kind"].isin(["compute", "dense"])]
-    moves = spans[spans["kind"].isin(["fetch", "prefetch", "read"])]
-    hidden_s = sum(
-        max(0.0, min(move_end, end) - max(move_start, start))
-        for move_start, move_end in moves[["start_s", "end_s"]].to_numpy()
-        for start, end in busy[["start_s", "end_s"]].to_numpy()
-    )
-    total_s = float((moves["end_s"] - moves["start_s"]).sum())
-    share = min(1.0, hidden_s / total_s) if total_s else 0.0
-    words = f"{percent(share, 0)} of copying and reading was hidden behind computing"
-    if share > 0.0 or not total_s:
-        return holds(words, share=share)
-    return limited(
-        words, "give the process two cores or more, or see `--perfetto`", share=share
-    )

@@ -162,17 +162,3 @@ class Measurements(Entries):
         self.curves[paths.points(name)] = measured_curve(
             samples, "tokens", source=source, date=self.date, reference=reference
         )
-
-
-def many_s(
-    accelerator: Accelerator, work: Callable[[int], object], seconds: float
-) -> float:
-    """Seconds of one of many that are launched before the host waits."""
-    count = 16
-
-    def many(index: int) -> None:
-        for number in range(count):
-            work(count * index + number)
-        accelerator.synchronize()
-
-    return float(np.median(sample(many, seconds))) / count

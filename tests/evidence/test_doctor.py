@@ -10,19 +10,17 @@ from moesim.base import host_checks
 from moesim.base.errors import RuntimeFault
 from moesim.base.host_checks import fails, holds, limited
 from moesim.evidence import doctor
-from moesim.evidence import doctor as runs
-from moesim.runtime import doctor as lanes
-from moesim.runtime import doctor as system
+from moesim.runtime import accelerators
 from moesim.runtime.store import sources as direct_io
 
 
 def test_graphics_that_torch_does_not_find_fail_with_a_way_out(monkeypatch):
-    monkeypatch.setattr(system, "accelerator_here", lambda: None)
-    found = system.check_torch(["NVIDIA"])
+    monkeypatch.setattr(accelerators, "accelerator_here", lambda: None)
+    found = doctor.check_torch(["NVIDIA"])
     assert found.verdict == "fails"
     assert "the system has NVIDIA graphics" in found.outcome
     assert "pytorch.org" in found.way_out
-    assert system.check_torch([]).verdict == "ok"
+    assert doctor.check_torch([]).verdict == "ok"
 
 
 def test_without_torch_the_rest_is_told(monkeypatch):
@@ -30,7 +28,7 @@ def test_without_torch_the_rest_is_told(monkeypatch):
     told = {check.name: check.finding for check in doctor.diagnose().checks}
     assert told["torch"].way_out == "pip install 'moesim[runtime]'"
     assert {"compiled", "memory", "cores"} < told.keys()
-    assert not {"disk", "lanes"} & told.keys()
+    assert not {"disk", "exact output"} & told.keys()
 
 
 @pytest.mark.parametrize(
@@ -60,9 +58,9 @@ class Card:
 
 
 def test_memory_that_cannot_be_page_locked_fails(monkeypatch):
-    monkeypatch.setattr(system, "accelerator_here", Card)
-    assert system.check_torch().outcome.endswith("CUDA 12: a card, 8.0 GiB")
-    found = system.check_page_lock()
+    monkeypatch.setattr(accelerators, "accelerator_here", Card)
+    assert doctor.check_torch().outcome.endswith("CUDA 12: a card, 8.0 GiB")
+    found = doctor.check_page_lock()
     assert found.verdict == "fails"
     assert "ulimit -l" in found.way_out
 
@@ -93,7 +91,7 @@ def test_without_direct_io_reads_may_come_from_memory(monkeypatch, tmp_path):
         return straight(path, flags, *more, **named)
 
     monkeypatch.setattr(direct_io.os, "open", refusing)
-    checked = dict(system.check_disk(tmp_path))
+    checked = dict(doctor.check_disk(tmp_path))
     found = checked["direct I/O"]
     assert found.verdict == "limited"
     assert "page cache" in found.outcome
@@ -107,7 +105,6 @@ def test_one_core_overlaps_nothing(monkeypatch, tmp_path):
     found = host_checks.check_cores(tmp_path, tmp_path)
     assert found.verdict == "limited"
     assert "one core" in found.outcome
-    assert lanes.ONE_CORE.verdict == "limited"
 
 
 @pytest.mark.parametrize(("quota", "load", "words"), [
@@ -143,14 +140,6 @@ def test_huge_pages_that_are_off_say_how_to_switch_them_on(tmp_path, setting, ve
     assert (f"echo madvise > {place}" in found.way_out) == (verdict != "ok")
 
 
-def test_overlap_is_what_the_longer_one_hides():
-    """2 s and 3 s: together 3 s hide all, 4 s half, 5 s nothing."""
-    shares = [lanes.overlap_share(2.0, 3.0, both) for both in (3.0, 4.0, 5.0, 6.0)]
-    assert shares == [1.0, 0.5, 0.0, 0.0]
-    assert lanes.pair_finding(1.2).verdict == "ok"
-    assert lanes.pair_finding(1.9).verdict == "limited"
-
-
 def test_the_verdict_names_what_fails_before_what_is_limited():
     diagnosis = doctor.Diagnosis({})
     assert diagnosis.verdict == "everything works"
@@ -171,29 +160,16 @@ def test_no_check_can_end_the_others():
     assert "--json" in one.finding.way_out
 
 
-def test_on_one_core_nothing_is_said_to_overlap(monkeypatch):
-    monkeypatch.setattr(runs, "rough_profile", host_profile)
-    monkeypatch.setattr(runs, "this_machine", lambda: ("host", 1))
-    monkeypatch.setattr(runs, "_exact", lambda *_: (True, "left out"))
-    assert dict(runs.check_runs())["copies and products"] is lanes.ONE_CORE
-
-
-def test_a_wrong_expert_is_found_by_the_doctor(monkeypatch, tmp_path):
-    """Exact output and plans on the shipped model, and what a fault makes of them."""
+def test_a_wrong_expert_is_found_by_the_doctor(monkeypatch):
     from moesim.runtime.executor.memories import HostSlotMap
 
-    monkeypatch.setattr(runs, "rough_profile", host_profile)
-    found = dict(runs.check_runs())
-    assert {name: one.verdict for name, one in found.items()} == {
-        "exact output": "ok",
-        "parity": "ok",
-        "copies and products": found["copies and products"].verdict,
-    }
+    monkeypatch.setattr(doctor, "rough_profile", host_profile)
+    assert doctor.check_exact_output().verdict == "ok"
     straight = HostSlotMap.weights
     monkeypatch.setattr(
         HostSlotMap, "weights", lambda self, key: straight(self, key ^ 1)
     )
-    assert next(iter(runs.check_runs()))[1].verdict == "fails"
+    assert doctor.check_exact_output().verdict == "fails"
 
 
 def test_a_report_is_complete_and_the_code_says_whether_something_fails(
@@ -224,12 +200,3 @@ def test_a_report_is_complete_and_the_code_says_whether_something_fails(
         main([*words, "--json"])
     assert ended.value.code in (0, None)
     assert json.loads(capsys.readouterr().out)["versions"] == {"torch": "2"}
-
-
-def test_lanes_of_this_machine_are_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(lanes, "accelerator_here", lambda: None)
-    monkeypatch.setattr(lanes, "available_cores", lambda: 1)
-    monkeypatch.setattr(lanes, "_SHARE_S", 0.01)
-    monkeypatch.setattr(lanes, "_POOL_BYTES", 48 << 20)
-    names = [name for name, _ in lanes.check_lanes()]
-    assert names == ["cpu alone", "gpu alone", "h2d alone", "lanes in pairs"]

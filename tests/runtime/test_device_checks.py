@@ -108,45 +108,5 @@ def test_a_table_of_products_has_grouped_ones_in_the_format_that_has_them():
     assert [row["grouped_s"] is not None for row in rows] == [True, True, False, False]
 
 
-def test_links_are_measured_by_direction_memory_and_size(monkeypatch):
-    monkeypatch.setattr(card, "LINK_BYTES", (4096, 8192))
-    rows = card.links(Rehearsal(), seconds=0.0)
-    kinds = {(row["direction"], row["page_locked"], row["bytes"]) for row in rows}
-    assert len(rows) == len(kinds) == 8
-    for row in rows:
-        assert row["bytes_per_s"] == row["bytes"] / row["median_s"] > 0
-
-
-class Nvml:
-    """NVIDIA's library, of a card that takes 100 J at every reading."""
-
-    def __init__(self, code=0):
-        self.code = code
-        self.readings = 0
-
-    def nvmlInit_v2(self):  # noqa: N802 - NVIDIA's names
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, _index, _card):  # noqa: N802
-        return 0
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, _card, millijoules):  # noqa: N802
-        self.readings += 1
-        millijoules._obj.value = 100_000 * self.readings
-        return self.code
-
-
-def test_watts_are_the_counters_joules_over_seconds(monkeypatch):
-    monkeypatch.setattr(card, "_WATCHED_S", 0.01)
-    counter = card.EnergyCounter(0, Nvml())
-    row = card.energy(Rehearsal(), Size(64, 32), counter)
-    assert 0 < row["idle_watts"] <= 100 / 0.01
-    assert row["joules_per_expert"] <= 100 / 16
-
-
-def test_a_card_without_a_counter_says_so(monkeypatch):
-    with pytest.raises(OSError, match="NVML error 3"):
-        card.EnergyCounter(0, Nvml(code=3))
-    row = card.energy(Rehearsal(), Size(64, 32))
-    assert row["busy_watts"] is None
-    assert row["reason"]
+def test_a_card_without_a_counter_says_so():
+    assert card.energy(Rehearsal(), Size(64, 32))["reason"]

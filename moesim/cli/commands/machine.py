@@ -297,9 +297,8 @@ class DoctorOptions(JsonOptions):
 def doctor(options: DoctorOptions) -> None:
     """Say what this machine has, and what of it works, in less than a minute.
 
-    torch and accelerator, memory, cores, disk; every lane alone and in pairs; the
-    shipped model's answers; plans; copies beside products. Exit code 1 where something
-    does not work.
+    torch and accelerator, memory, cores, disk, and the shipped model's answers. Exit
+    code 1 where something does not work.
 
     \b
     Examples:
