@@ -39,6 +39,7 @@ from moesim.runs.setup import (
     trace_of,
     watts,
 )
+from moesim.runtime.executor.live_routing import FILE_NAME, save_routing
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.schema import Phase
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from moesim.runs.config import MemoryOptions, RunConfig
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
     from moesim.runtime.executor.live import Verdict
-    from moesim.runtime.executor.trace_driven import Footprint, Meter
-    from moesim.runtime.models.dense import DenseStack
     from moesim.runtime.store.store import BuildProgress, ExpertStore
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -82,8 +81,8 @@ class MeasuredRun(Run):
         startup: seconds and bytes until the first forward pass could begin.
             ``store_s``, opening the expert store (on a first run: building it), is in
             none of the others.
-        footprint: host memory budgeted and taken; None for a live model, whose library
-            takes what it likes.
+        peak_bytes: most host memory that the process held meanwhile; None for a live
+            model.
         bound: what reading host memory allows at best; None where no probe says how
             fast that is, or where it does not bind.
         texts, tokens: what a live model generated, per prompt; None for a trace.
@@ -96,7 +95,7 @@ class MeasuredRun(Run):
     result: ExecutorResult
     decision_log: DecisionLog
     startup: dict[str, Any]
-    footprint: Footprint | None
+    peak_bytes: int | None = field(default=None, kw_only=True)
     texts: list[str] | None = field(default=None, kw_only=True)
     tokens: list[list[int]] | None = field(default=None, kw_only=True)
     steps: list[RoutedStep] | None = field(default=None, kw_only=True)
@@ -106,7 +105,6 @@ class MeasuredRun(Run):
         """One object with metrics, configuration, start-up, memory and warnings; of a
         live model, with texts and the verification too.
         """
-        memory = None if self.footprint is None else self.footprint.to_json()
         more: dict[str, Any] = {}
         if self.bound is not None:
             more["bound"] = self.bound.to_json(self.metrics["makespan_s"])
@@ -119,7 +117,7 @@ class MeasuredRun(Run):
             **self.metrics,
             **more,
             "startup": self.startup,
-            "memory": memory,
+            "memory": {"peak_bytes": self.peak_bytes},
             "config": self.config,
             "warnings": self.warnings,
         }
@@ -157,8 +155,9 @@ def run_trace(
     """
     from moesim.runtime.executor.trace_driven import (  # noqa: PLC0415 - torch
         ForcedRouting,
-        Meter,
         check_store,
+        forget_peak,
+        peak_bytes,
         shape_for,
     )
     from moesim.runtime.models import dense as dense_parts  # noqa: PLC0415 - torch
@@ -185,8 +184,7 @@ def run_trace(
         check_store(store, shape, config.distinct)
         opened_s = time.perf_counter()
         device = device_of(profile)
-        # It marks the memory in use, so nothing of the run may exist before it.
-        meter = Meter()
+        forget_peak()
         weights_dtype = store.layout(0).torch_dtype
         dense = dense_parts.DenseStack(shape, weights_dtype, device.device, config.seed)
         dense_s = time.perf_counter() - opened_s
@@ -197,12 +195,11 @@ def run_trace(
             lambda executor: ForcedRouting(executor, dense, walk),
             out=out,
             progress=progress,
-            meter=meter,
         )
 
+    run.peak_bytes = peak_bytes()
     # Memory of a GPU is no host memory.
     in_host = device.device.type == "cpu"
-    _note_footprint(run, meter, dense, walk, in_host=in_host)
     shared_records = store.index.distinct
     # Experts that share records or come from an SSD need not cross the memory's wires.
     if shared_records is None and setup.memory.host is None:
@@ -238,29 +235,6 @@ def closed_after(store: ExpertStore, config: MeasuredConfig) -> Iterator[None]:
     finally:
         if store is not config.store:
             store.close()
-
-
-def _note_footprint(
-    run: MeasuredRun,
-    meter: Meter,
-    dense: DenseStack,
-    walk: Sequence[RoutedStep],
-    *,
-    in_host: bool,
-) -> None:
-    """Say what memory the run took, and warn where that is more than its budget."""
-    computing_bytes = dense.working_bytes(
-        tokens=max((step.tokens for step in walk), default=1),
-        context=max((step.context_tokens for step in walk), default=1),
-        sequences=max((step.sequences for step in walk), default=1),
-    )
-    run.footprint = meter.footprint(
-        dense.bytes * in_host,
-        dense.kv_cache_bytes * in_host,
-        computing_bytes * in_host,
-    )
-    if run.footprint.exceeds:
-        run.warnings.append("memory: the run took more than its budget")
 
 
 def run_bound(
@@ -328,7 +302,6 @@ def execute(
     out: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
     own_cores: bool = False,
-    meter: Meter | None = None,
 ) -> MeasuredRun:
     """Fill memories, run, and compute the figures.
 
@@ -341,7 +314,6 @@ def execute(
         out: folder for the tables.
         progress: called after each forward pass.
         own_cores: see `moesim.runtime.executor.executor.Executor`.
-        meter: reads the memory in use before it is given back.
     """
     from moesim.runtime.executor.executor import Executor  # noqa: PLC0415 - torch
 
@@ -366,9 +338,6 @@ def execute(
         fill_s = time.perf_counter() - begin_s
         with policy_faults():
             result = executor.run(forward(executor), progress)
-        # Slots are given back when the executor closes.
-        if meter is not None:
-            meter.read(executor)
         timeline.close()
         if timeline.out_dir is not None:
             # So that the folder tells all of its run, the machine included.
@@ -401,7 +370,6 @@ def execute(
         result=result,
         decision_log=decision_log,
         startup={"experts_s": fill_s, "experts_bytes": fill_bytes},
-        footprint=None,
     )
 
 
@@ -431,11 +399,6 @@ def finish(
         out: folder of its tables.
         perfetto: file for its timeline, with that of the same run simulated below it.
     """
-    from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415 - torch
-        FILE_NAME,
-        save_decision_log,
-    )
-
     # An open store is named by its folder.
     named = None if config.store is None else store.directory
     setup.config = config.replaced(store=named)
@@ -453,8 +416,8 @@ def finish(
     run.startup |= pace_of(run.timeline.step_chunks())
 
     if out is not None:
-        decided = steps if trace is None else None
-        save_decision_log(Path(out) / FILE_NAME, run.decision_log.entries, decided)
+        if trace is None:
+            save_routing(Path(out) / FILE_NAME, steps)
         save_run(run, Path(out))
     if perfetto is not None:
         # Nothing but the clock differs: same policies, same routing, same costs.

@@ -89,32 +89,6 @@ class DenseStack:
             tensors.append(self._head)
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the key/value cache."""
-        tensors = (tensor for pair in self._kv_cache for tensor in pair)
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-    def working_bytes(self, tokens: int, context: int, sequences: int) -> int:
-        """Bytes that a step computes with beside weights and cache, at most.
-
-        Args:
-            tokens: T of the largest step.
-            context: C, the longest.
-            sequences: B, most of them.
-        """
-        shape = self.shape
-        attention = 3 * self._width + 2 * self._kv_width
-        feed_forward = 3 * max(shape.shared_intermediate, shape.dense_intermediate)
-        # Hidden states before and after, their norm, what experts get and answer.
-        rows = tokens * (6 * shape.hidden + 2 * attention + feed_forward)
-        keys = 0
-        if self._heads != self._kv_heads:
-            # Libraries may lay out keys and values once for each query head.
-            keys = 2 * sequences * context * self._width
-        logits = sequences * shape.vocab
-        return (rows + max(keys, logits)) * self._dtype.itemsize
-
     def embed(self, tokens: int) -> torch.Tensor:
         """Draw hidden states [T, H] that a step begins with."""
         hidden = torch.randn(

@@ -1,5 +1,5 @@
-"""A run needs no more memory than its budget says: what the kernel saw, held against
-the sum of the parts.
+"""A run needs no more memory than its parts: what the kernel saw, held against their
+sum; and lets go of all of it.
 """
 
 import gc
@@ -8,17 +8,10 @@ from dataclasses import replace
 
 import psutil
 import pytest
-import torch
 from support.real_machine import host_profile, real_run
 from support.small_trace import write_trace
 
 from moesim.runs import live
-from moesim.runtime.executor.trace_driven import (
-    FIRST_USE_BYTES,
-    Footprint,
-    ForcedRouting,
-)
-from moesim.runtime.models.dense import DenseStack
 from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -53,39 +46,22 @@ def run(routing, store, **more):
     return real_run(routing, "greedy", store, memory=sizes, distinct=64, **more)
 
 
-def test_a_run_of_a_30b_shape_stays_within_its_budget(routing, store):
-    found = run(routing, store)
-    took = found.footprint
+FIRST_USE_BYTES = 128 * MIB
+"""By what torch's code and heaps may grow in a process's first run."""
+
+
+def test_a_run_of_a_30b_shape_takes_its_slots_and_its_dense_weights(routing, store):
+    """Experts of 288 KiB, 1.7 GiB in all, 48 MiB of them in host memory."""
+    before = resident()
+    sizes = {"slots_per_layer": 4, "host_memory_bytes": 48 * MIB}
+    found = real_run(routing, "greedy", store, memory=sizes, distinct=64)
+    dense = found.startup["dense_bytes"]
+    assert dense > 48 * 2 * 256 * 128 * (8 + 2) * 4
     each = 288 * 1024
-    assert took.host_slots == 48 * MIB // each * each
-    assert took.device_slots == (48 * 4 + 2) * each
-    assert took.dense == found.startup["dense_bytes"] > 48 * 2 * 256 * 128 * (8 + 2) * 4
-    assert took.kept == 48 * 2 * 2 * 9 * 128 * 4, (
-        "layers, keys and values, heads, positions, width, bytes"
-    )
-    assert took.before + took.host_slots + took.device_slots <= took.peak, (
-        "shelves are written, so they are there"
-    )
-    assert took.peak <= took.budget, "and nothing else is held"
-    assert took.peak == pytest.approx(took.budget, rel=0.02), "the bill is no guess"
-    assert found.to_json()["memory"]["budget_bytes"] == took.budget
-    assert not any("budget" in warning for warning in found.warnings)
-
-
-def test_a_run_that_takes_more_is_told_so(routing, store, monkeypatch):
-    """Somebody holds on to twice what may come on top in the middle of the run."""
-    hoard = []
-    straight = ForcedRouting._experts
-
-    def greedy(self, *given):
-        if not hoard:
-            hoard.append(torch.ones(2 * FIRST_USE_BYTES, dtype=torch.uint8))
-        return straight(self, *given)
-
-    monkeypatch.setattr(ForcedRouting, "_experts", greedy)
-    found = run(routing, store, steps=1)
-    assert found.footprint.exceeds
-    assert "memory: the run took more than its budget" in found.warnings
+    experts = 48 * MIB // each * each + (48 * 4 + 2) * each
+    parts = before + dense + experts
+    assert parts <= found.peak_bytes <= parts + 32 * MIB + FIRST_USE_BYTES
+    assert found.to_json()["memory"] == {"peak_bytes": found.peak_bytes}
 
 
 @pytest.fixture
@@ -116,7 +92,7 @@ def test_ten_runs_leave_the_memory_that_they_took(tmp_path, uncollected):
     gc.collect()
     before = resident()
     for _ in range(10):
-        assert once().footprint.dense > 24 * MIB
+        assert once().startup["dense_bytes"] > 24 * MIB
     assert resident() - before < 5 * MIB
 
 
@@ -134,21 +110,3 @@ def test_a_live_run_lets_its_model_go(tmp_path, uncollected, monkeypatch):
     for _ in range(2):
         assert live.run_live("tiny", ["The cat"], "greedy", **options).tokens
     assert loaded[1]() is None
-
-
-def test_what_a_step_computes_with_grows_with_its_tokens():
-    """By hand: width 2, one head of 2, no shared expert, 3 words, float32. A token has 6
-    hidden states of 2 and twice queries, keys, values, and what was attended.
-    """
-    dense = DenseStack(SMALL, torch.float32, torch.device("cpu"))
-    per_token = 6 * 2 + 2 * (3 * 2 + 2 * 2)
-    assert dense.working_bytes(5, 9, 2) == 4 * (5 * per_token + 2 * 3)
-    assert dense.working_bytes(50, 9, 2) > 9 * dense.working_bytes(5, 9, 2)
-
-
-def test_a_budget_is_the_sum_of_its_parts():
-    took = Footprint(
-        before=1, dense=2, kept=4, host_slots=8, device_slots=16, working=32, peak=50
-    )
-    assert took.budget == 63
-    assert took.to_json()["peak_bytes"] == 50

@@ -20,12 +20,9 @@ from moesim.engine.observers import repeat
 from moesim.policies.base import PolicyError, RoutingPolicy
 from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
-from moesim.runtime.executor.decision_log_file import (
-    load_decision_log,
-    save_decision_log,
-)
 from moesim.runtime.executor.device import StreamDevice
 from moesim.runtime.executor.live import TOLERANCES, encode, verify
+from moesim.runtime.executor.live_routing import load_routing, save_routing
 from moesim.runtime.models import local_model as tiny
 from moesim.runtime.models.local_model import LocalModel, generate, load_tokenizer
 from moesim.runtime.record.calibration import Residual
@@ -189,20 +186,20 @@ def test_sequences_that_have_ended_are_not_computed(trained, monkeypatch):
 
 
 def test_views_of_a_live_run_give_the_same_plans_elsewhere(trained, tmp_path):
-    """The decision log and gate decisions go through a file; a fresh planner, fed with them,
-    plans alike.
+    """What gates decided goes through a file; a fresh planner, fed with it and with what
+    the run saw, plans alike.
     """
     system = System("greedy", "lru", "residual")
     sizes = memory(trained.shape, 8, host=30)
     residual = some_residual(trained.shape)
     live, log, _, fresh, _ = trained.run(system, sizes, batch=2, residual=residual)
-    save_decision_log(tmp_path / "decisions.npz", log.entries, live.result.steps)
-    entries, steps = load_decision_log(tmp_path / "decisions.npz")
-    plans = repeat(entries, fresh, steps)
+    save_routing(tmp_path / "routing.npz", live.result.steps)
+    steps = load_routing(tmp_path / "routing.npz")
+    plans = repeat(log.entries, fresh, steps)
     assert len(plans) == len(live.result.steps) * 6
     broken = [
         e._replace(answer=()) if e.call == "plan" and e.arguments[0] == 2 else e
-        for e in entries
+        for e in log.entries
     ]
     again = trained.run(system, sizes, new=0, residual=residual)[3]
     with pytest.raises(PolicyError, match="decision log: plan at step 2, layer 0"):

@@ -140,9 +140,8 @@ def _read_residual(path):
     return loaded.id
 
 
-def _decisions(folder, seed):
-    from moesim.engine.observers import Entry
-    from moesim.runtime.executor.decision_log_file import save_decision_log
+def _routing(folder, seed):
+    from moesim.runtime.executor.live_routing import save_routing
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.schema import Phase
 
@@ -158,16 +157,14 @@ def _decisions(folder, seed):
         predicted={},
     )
     step = RoutedStep(0, Phase.DECODE, 1, 1, 4, 1, [layer])
-    entries = [Entry("landed", (0, 0, 1), None), Entry("plan", (0, 0), (1, 2.0))]
-    save_decision_log(folder / "decisions.npz", entries, [step])
-    return folder / "decisions.npz"
+    save_routing(folder / "routing.npz", [step])
+    return folder / "routing.npz"
 
 
-def _read_decisions(path):
-    from moesim.runtime.executor.decision_log_file import load_decision_log
+def _read_routing(path):
+    from moesim.runtime.executor.live_routing import load_routing
 
-    entries, steps = load_decision_log(path)
-    return repr(entries), repr(steps)
+    return repr(load_routing(path))
 
 
 def _store(folder, seed):
@@ -346,7 +343,7 @@ def subjects():
         Subject("statistics", _statistics, _read_statistics),
         Subject("learned network", _network, _read_network, is_sealed=True),
         Subject("residual vectors", _residual, _read_residual, is_sealed=True),
-        Subject("decision log", _decisions, _read_decisions),
+        Subject("live routing", _routing, _read_routing),
         Subject("run.json", _saved_config, _read_config),
         Subject("configuration", _config, _read_config),
         Subject("hardware profile", _profile, _read_profile),

@@ -23,7 +23,6 @@ from moesim.runs.result import FILES
 
 if TYPE_CHECKING:
     from moesim.runs.measured import MeasuredRun
-    from moesim.runtime.executor.trace_driven import Footprint
 
 NOT_VERIFIED = 1
 """Exit code for logits that differ from the plain model's."""
@@ -156,8 +155,8 @@ def _print(measured: "MeasuredRun") -> None:
             " (median of the second half); the first half took"
             f" {startup['settling_s']:.2f} s longer"
         )
-    if measured.footprint is not None:
-        print(_memory_text(measured.footprint))
+    if measured.peak_bytes is not None:
+        print(f"memory: {format_bytes(measured.peak_bytes)} at most")
 
     verification = measured.verification
     if verification is not None:
@@ -167,22 +166,3 @@ def _print(measured: "MeasuredRun") -> None:
             f" {verification.largest:.3g}, tolerance {verification.tolerance:.3g}"
         )
 
-
-def _memory_text(footprint: "Footprint") -> str:
-    from moesim.base.units import format_bytes
-
-    parts = {
-        "experts in host memory": footprint.host_slots,
-        "slots": footprint.device_slots,
-        "non-expert weights": footprint.dense,
-        "keys and values": footprint.kept,
-        "before the run": footprint.before,
-        "to work with": footprint.working,
-    }
-    summands = ", ".join(
-        f"{name} {format_bytes(count)}" for name, count in parts.items() if count
-    )
-    return (
-        f"memory: {format_bytes(footprint.peak)} at most, budget"
-        f" {format_bytes(footprint.budget)} ({summands})"
-    )

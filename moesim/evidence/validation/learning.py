@@ -46,6 +46,7 @@ from moesim.runs.config import MeasuredConfig
 from moesim.runs.config_file import load_config
 from moesim.runs.measured import PROFILE_FILE, columns_of
 from moesim.runs.setup import Setup, trace_of
+from moesim.runtime.executor.live_routing import FILE_NAME, load_routing
 from moesim.traces.format.batch import compose
 from moesim.traces.format.schema import ModelShape  # noqa: TC001 - pydantic reads it
 from moesim.traces.timeline.metrics import summarise
@@ -538,7 +539,8 @@ def load_run(folder: str | Path) -> FinishedRun:
     config = load_config(file, MeasuredConfig).replaced(hw=profile, hw_digest=None)
     if config.model is not None:
         setup = Setup(config, shape, profile, config.system)
-        return FinishedRun(folder.name, setup, _decided_steps(folder), timeline)
+        routing = load_routing(folder / FILE_NAME)
+        return FinishedRun(folder.name, setup, routing, timeline)
 
     trace = trace_of(config)
     setup = Setup.of(config, trace, profile=profile, shape=shape)
@@ -549,16 +551,3 @@ def load_run(folder: str | Path) -> FinishedRun:
         columns=columns_of(trace, setup.policies()),
     )
     return FinishedRun(folder.name, setup, list(steps), timeline)
-
-
-def _decided_steps(folder: Path) -> list[RoutedStep]:
-    """What a live model's gates decided."""
-    from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415 - torch
-        FILE_NAME,
-        load_decision_log,
-    )
-
-    _, steps = load_decision_log(folder / FILE_NAME)
-    if steps is None:
-        raise TraceError(f"{folder / FILE_NAME}: expected routing, found none")
-    return steps
