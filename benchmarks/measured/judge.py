@@ -33,9 +33,10 @@ from benchmarks.measured.scores import (
     stretch,
     widened,
 )
+from moesim.advice.plan.bound import ByteBound, placement_bound
 from moesim.advice.times.latents import Beliefs, learn
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
-from moesim.advice.times.work import ByteBound, DecodeWork, placement_bound
+from moesim.advice.times.work import DecodeWork
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,17 +20,12 @@ from moesim.advice.machine import (
 from moesim.advice.model.catalogue import model_contents
 from moesim.advice.model.contents import ModelContents
 from moesim.advice.observed import ObservedRows, observe
+from moesim.advice.plan.bound import bound_of_routing, placement_bound
 from moesim.advice.plan.memory import Candidate, Job, advisable, bill_of, candidates
 from moesim.advice.plan.ranking import Forecast, Prospect, next_questions
 from moesim.advice.plan.what_if import WhatIf, expert_cache, what_ifs
-from moesim.advice.routing import routing_advice
 from moesim.advice.times.priors import priors_of
-from moesim.advice.times.work import (
-    ALL_LAYERS,
-    LAZY,
-    Setting,
-    placement_bound,
-)
+from moesim.advice.times.work import ALL_LAYERS, LAZY, Setting
 from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
@@ -71,8 +66,8 @@ def advise(
         bench: what llama-bench wrote here.
         quant: weight formats of a model that is given by name.
         job: context, prompt and answer; default: `Job`.
-        trace: routing of this model, for the bound of any schedule, for the masks of
-            ktransformers and for an expert cache.
+        trace: routing of this model, for the bound of any schedule and for an expert
+            cache.
         replay_cache: also replay an expert cache; takes some seconds.
         count: settings to return.
 
@@ -114,12 +109,12 @@ def advise(
 
     # First: it refuses a trace of another model.
     routing = None
-    if trace is not None:
-        routing = routing_advice(forecast, best, Path(trace))
+    file = None if trace is None else Path(trace)
+    if file is not None:
+        routing = bound_of_routing(forecast, best, file)
     changes += what_ifs(forecast, best)
-    if replay_cache or trace is not None:
-        place = None if trace is None else Path(trace)
-        changes.insert(0, expert_cache(forecast, best, place))
+    if replay_cache or file is not None:
+        changes.insert(0, expert_cache(forecast, best, file))
     # Rows that were all set aside leave the grade of the machine.
     grade = Grade.OBSERVED if rows.used else machine.grade
     return Advice(

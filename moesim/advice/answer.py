@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from moesim.advice.given.reading import need_words
 from moesim.advice.plan.commands import flags_of, layers_in_words, server_command
 from moesim.advice.plan.memory import TABLES
-from moesim.advice.routing import COUNTS_FILE, FREQUENCY
-from moesim.advice.routing import server_command as mask_command
 from moesim.advice.times.latents import NINETY, Interval
 from moesim.advice.times.work import DEFAULT_MICRO_BATCH
 from moesim.base.units import format_bytes, ms, number, percent
@@ -28,11 +26,12 @@ if TYPE_CHECKING:
     from moesim.advice.machine import Grade, Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.observed import Explanation, ObservedRows
+    from moesim.advice.plan.bound import ByteBound
     from moesim.advice.plan.memory import Job, MemoryBill
     from moesim.advice.plan.ranking import Forecast, Prospect, Question
     from moesim.advice.plan.what_if import WhatIf
-    from moesim.advice.routing import RoutingAdvice
-    from moesim.advice.times.work import ByteBound, Setting
+    from moesim.advice.times.work import Setting
+    from moesim.runs.bound import RoutingBound
 
 OLDER_BUILDS = (
     "llama.cpp from before June 2026: --no-mmap for --load-mode none, -mmp 0 for"
@@ -107,7 +106,7 @@ class Advice:
         bound: what no schedule beats with the weights where `best` puts them.
         rounded: the fastest setting with rounded keys and values, if that buys speed.
         faster: one nearer to spilling than the bill is sure, if that buys speed.
-        routing: what a trace answers; None without one.
+        routing: what no schedule of a trace beats; None without one.
         forecast: predicts any other setting.
     """
 
@@ -123,7 +122,7 @@ class Advice:
     bound: ByteBound
     rounded: Prospect | None
     faster: Prospect | None
-    routing: RoutingAdvice | None
+    routing: RoutingBound | None
     forecast: Forecast = field(repr=False)
 
     @property
@@ -415,19 +414,7 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
         "bound": asdict(advice.bound) | {"tokens_per_s": advice.bound.tokens_per_s},
         "routing": None
         if routing is None
-        else {
-            "bound": asdict(routing.bound) | {"steps_per_s": routing.bound.steps_per_s},
-            "ktransformers": [
-                {
-                    "command": mask_command(advice.forecast, each),
-                    "strategy": each.strategy,
-                    "experts_per_layer": each.per_layer,
-                    "share_on_card": each.on_card,
-                    "decode_tokens_per_s": plain(each.decode),
-                }
-                for each in routing.masks
-            ],
-        },
+        else {"bound": asdict(routing) | {"steps_per_s": routing.steps_per_s}},
         "curve": [
             {
                 "cpu_layers": each.candidate.setting.cpu_layers,
@@ -462,15 +449,12 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
 # Which settings are fastest.
 
 
-def advice_answer(
-    advice: Advice, *, explain: bool = False, counts_file: str = COUNTS_FILE
-) -> Answer:
+def advice_answer(advice: Advice, *, explain: bool = False) -> Answer:
     """Say which settings are fastest, how fast, and what would change it.
 
     Args:
         advice: what was found out.
         explain: print the seconds of every term, too.
-        counts_file: of experts, for ktransformers.
     """
     best, machine = advice.best, advice.machine
     grade = GRADES[advice.grade.value].format(len(advice.observed.used))
@@ -504,12 +488,11 @@ def advice_answer(
             _settings_table(advice),
             _terms_table(best, printed=explain),
             _changes_table(advice.what_ifs, "What would change it"),
-            _masks_table(advice),
         ],
-        notes=[*_trades(advice), *_row_notes(advice), *_mask_notes(advice)],
+        notes=[*_trades(advice), *_row_notes(advice)],
         figures=figures,
         data=_advice_data(advice),
-        commands=_commands(advice, counts_file),
+        commands=_commands(advice),
     )
 
 
@@ -538,7 +521,7 @@ def _bound_facts(advice: Advice) -> list[tuple[str, str]]:
     places = words(bound.tokens_per_s, "the weights in these places", bound.resource)
     facts = [("bound", places)]
     if advice.routing is not None:
-        of = advice.routing.bound
+        of = advice.routing
         given = "this routing, wherever experts lie"
         line = words(of.steps_per_s, given, of.resource)
         reads = f"{of.reads:,} of {of.accesses:,} expert reads of {of.steps:,} steps"
@@ -640,38 +623,6 @@ def _changes_table(changes: Iterable[WhatIf], title: str) -> Listing:
     return Listing(rows, columns, title=title)
 
 
-def _masks_table(advice: Advice) -> Listing:
-    """A row for each placement strategy of kt-kernel, the fastest first."""
-    masks = () if advice.routing is None else advice.routing.masks
-    rows = [
-        [
-            each.strategy,
-            each.per_layer,
-            each.on_card,
-            each.decode.value,
-            _ends(each.decode),
-        ]
-        for each in masks
-    ]
-    columns = [
-        Column("strategy", "strategy"),
-        Column("experts_per_layer", HEADS["slots_per_layer"]),
-        Column("share_on_card", "served by the card", "share"),
-        *INTERVALS[:2],
-    ]
-    return Listing(rows, columns, title="The same memory under ktransformers")
-
-
-def _mask_notes(advice: Advice) -> list[str]:
-    if advice.routing is None or not advice.routing.masks:
-        return []
-    words = (
-        "ktransformers: experts are chosen on one half of the routing and judged on the"
-        " other; those on the card take as many bytes as in host memory"
-    )
-    return [words]
-
-
 def _row_notes(advice: Advice) -> list[str]:
     """Which measured rows were used, and which contradict the rest."""
     observed = advice.observed
@@ -698,20 +649,13 @@ def _causes(row: str, causes: Iterable[Explanation]) -> list[tuple[str, str]]:
     ]
 
 
-def _commands(advice: Advice, counts_file: str) -> list[tuple[str, str]]:
-    """What to type: the advised setting, ktransformers, what to measure next."""
+def _commands(advice: Advice) -> list[tuple[str, str]]:
+    """What to type: why rows are slow, what to measure next, the advised setting."""
     commands = [
         cause
         for slow in advice.observed.surprises
         for cause in _causes(slow.words, slow.explanations)
     ]
-    if advice.routing is not None and advice.routing.masks:
-        first = advice.routing.masks[0]
-        line = mask_command(advice.forecast, first, counts_file)
-        words = "under ktransformers"
-        if first.strategy == FREQUENCY:
-            words += f" (--expert-counts {counts_file} writes the file that it reads)"
-        commands.append((words, line))
     for each in advice.questions:
         before, after = (
             f"±{100 * NINETY * spread:.1f} %"

@@ -17,7 +17,6 @@ N sequences, T tokens, L MoE layers, E routed experts, H hidden.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,25 +46,6 @@ if TYPE_CHECKING:
 
     from moesim.runtime.models.local_model import LocalModel
     from moesim.traces.format.reader import SequenceRows, Trace
-
-
-def write_expert_counts(
-    path: Path, counts: np.ndarray, moe_layers: Sequence[int], layers: int
-) -> None:
-    """Write counts, beside the target first: an interrupt leaves no half file.
-
-    Args:
-        path: ends in ``.pt``, by which the engine knows it.
-        counts: int64 [MoE layers, experts].
-        moe_layers: index in the model of each row.
-        layers: of the model.
-    """
-    everywhere = torch.zeros((1, layers, counts.shape[1]), dtype=torch.int64)
-    everywhere[0, list(moe_layers)] = torch.from_numpy(counts)
-
-    archive = io.BytesIO()
-    torch.save({"logical_count": everywhere}, archive)
-    write_bytes(path, archive.getbuffer())
 
 
 _TENSOR: Final = "residual"

@@ -12,12 +12,13 @@ from support.model_files import write_gguf
 from moesim.advice.advise import advise
 from moesim.advice.machine import Grade, describe_machine
 from moesim.advice.model.catalogue import named_contents
+from moesim.advice.plan.bound import placement_bound
 from moesim.advice.plan.commands import override_pattern
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.what_if import replayed_hits
 from moesim.advice.tables import table
 from moesim.advice.times.step_times import key_passes
-from moesim.advice.times.work import Setting, placement_bound
+from moesim.advice.times.work import Setting
 from moesim.base.errors import AdviceError
 from moesim.traces.synthetic.generate import synthesise
 from moesim.traces.synthetic.saved import model_like, shipped_statistics

@@ -1,7 +1,6 @@
-"""What a trace adds to advice: a bound of any schedule, and kt-kernel's masks."""
+"""What a trace adds to advice: a bound of any schedule."""
 
 import json
-import shlex
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from support.small_trace import write_trace
 
 from moesim.advice.advise import advise
 from moesim.advice.plan.what_if import shape_of
-from moesim.advice.routing import DecodeSteps, decode_steps, expert_mask
 from moesim.base.errors import AdviceError
 from moesim.runs.bound import DEVICE, HOST, LINK, Bandwidths, routing_bound
 from moesim.traces.format.schema import ModelShape
@@ -74,83 +72,19 @@ def test_no_split_of_drawn_accesses_is_below_it(seed):
 
 
 def test_the_bound_of_any_schedule_is_above_every_advised_speed(advice):
-    bound = advice.routing.bound
+    bound = advice.routing
     for prospect in advice.prospects:
         assert prospect.decode.value < bound.steps_per_s
-    for plan in advice.routing.masks:
-        assert plan.decode.value < bound.steps_per_s
     # Better places exist than those of whole layers, so it lies above that bound.
     assert bound.steps_per_s > advice.bound.tokens_per_s
     assert 0 <= bound.reads < bound.accesses
 
 
-def test_masks_as_kt_kernel_makes_them():
-    counts = np.array([[5, 0, 4, 1], [9, 8, 7, 0], [0, 1, 0, 2]])
-    frequency = expert_mask("frequency", 2, counts)
-    assert frequency.sum() == 6
-    # The six most used of the whole model: five of two layers, and one of the third.
-    assert [row.sum() for row in frequency] == [2, 3, 1]
-    assert (
-        expert_mask("uniform", 2, counts).tolist() == [[True, True, False, False]] * 3
-    )
-    front = expert_mask("front-loading", 2, counts)
-    assert [row.sum() for row in front] == [4, 2, 0]
-
-
-def test_frequency_serves_most_on_the_card_and_is_ranked_first(advice):
-    plans = advice.routing.masks
-    speeds = [plan.decode.value for plan in plans]
-    assert speeds == sorted(speeds, reverse=True)
-    by_name = {plan.strategy: plan for plan in plans}
-    assert plans[0].strategy == "frequency"
-    assert by_name["frequency"].on_card > by_name["uniform"].on_card
-    # Whole layers on the card are what llama.cpp does with the same memory.
-    front = by_name["front-loading"].decode.value
-    assert front == pytest.approx(advice.best.decode.value, rel=0.05)
-    # Nobody measured kt-kernel: its interval is wider.
-    assert plans[0].decode.spread > advice.best.decode.spread
-
-
-def test_halves_share_no_text():
-    step = (np.array([0]),)
-    several = DecodeSteps("t", (step,) * 6, (0, 0, 0, 0, 1, 2))
-    first, second = several.halves()
-    assert set(first.sequence).isdisjoint(second.sequence)
-    assert len(first.steps) + len(second.steps) == 6
-    early, late = DecodeSteps("t", (step,) * 4, (7,) * 4).halves()
-    assert len(early.steps) == len(late.steps) == 2
-
-
-def test_the_file_of_counts_is_what_the_engine_loads(command, trace, tmp_path):
-    """A three-dimensional ``logical_count`` over all layers, read with weights only."""
-    torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
-    words = ("--trace", trace, "--expert-counts", "counts.pt")
-    code, out, err = command("advise", MODEL, *WORDS, *words)
-    assert code == 0, err
-    line = next(line for line in out.splitlines() if "sglang.launch_server" in line)
-    flags = shlex.split(line)
-    assert flags[flags.index("--init-expert-location") + 1] == "counts.pt"
-    assert flags[flags.index("--kt-method") + 1] == "LLAMAFILE"
-
-    loaded = torch.load(tmp_path / "cwd" / "counts.pt", weights_only=True)
-    counts = loaded["logical_count"]
-    assert tuple(counts.shape) == (1, 48, 128)
-    # Every decode step uses eight experts in each layer.
-    assert set(counts.sum(dim=2).flatten().tolist()) == {8 * int(counts.sum()) // 384}
-
-
-def test_json_has_bound_and_masks(command, trace):
+def test_json_has_the_bound(command, trace):
     code, out, err = command("advise", MODEL, *WORDS, "--trace", trace, "--json")
     assert code == 0, err
     routing = json.loads(out)["routing"]
     assert routing["bound"]["steps_per_s"] > 0
-    assert routing["ktransformers"][0]["strategy"] == "frequency"
-
-
-def test_a_card_that_kt_kernel_does_not_know_gets_the_bound_only(trace):
-    other = advise(MODEL, **PC | {"gpu": "RX 7900 XTX"}, trace=trace)
-    assert other.routing.masks == ()
-    assert other.routing.bound.steps_per_s > other.best.decode.value
 
 
 def test_routing_that_says_nothing_is_refused(command, tmp_path, trace):
@@ -160,14 +94,7 @@ def test_routing_that_says_nothing_is_refused(command, tmp_path, trace):
     )
     words = ("--cpu", PC["cpu"], "--ram", PC["ram"], "--trace", trace)
     assert refused(command("advise", MODEL, *words), "all the same which experts lie")
-    assert refused(
-        command("advise", MODEL, *WORDS, "--expert-counts", "c.pt"), "--trace"
-    )
-    table = ("--trace", trace, "--expert-counts", "counts.csv")
-    assert refused(command("advise", MODEL, *WORDS, *table), "ends in .pt")
-
     shape = ModelShape("prompts", 48, 128, 8, 8, 8, (100,) * 48, 1)
     prompts = write_trace(tmp_path / "p.parquet", shape, ((3, 0),))
-    model = advise(MODEL, **PC).model
     with pytest.raises(AdviceError, match="at least two decode steps"):
-        decode_steps(prompts, model)
+        advise(MODEL, **PC, trace=prompts)

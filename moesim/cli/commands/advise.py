@@ -19,7 +19,6 @@ from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
-    from moesim.advice.answer import Advice
     from moesim.advice.plan.memory import Job
 
 
@@ -100,15 +99,8 @@ class AdviseOptions(ModelOptions):
         minimum=0,
     )
     routing_trace: Path | None = input_option(
-        "Routing of this model: bound of any schedule, an expert cache, masks for"
-        " ktransformers.",
+        "Routing of this model: bound of any schedule, and an expert cache.",
         flag="--trace",
-    )
-    expert_counts: Path | None = file_option(
-        "Write a trace's counts of experts, as kt-kernel's masks need them.",
-        ".pt",
-        metavar="FILE.pt",
-        needs=("routing_trace",),
     )
     expert_cache: bool = option(
         False,
@@ -183,7 +175,6 @@ def advise(options: AdviseOptions) -> None:
     from moesim.advice.answer import advice_answer
     from moesim.advice.plan.commands import server_command
     from moesim.advice.plan.memory import Job
-    from moesim.advice.routing import COUNTS_FILE
 
     job = Job(
         context=options.context_tokens,
@@ -212,10 +203,7 @@ def advise(options: AdviseOptions) -> None:
         line = server_command(best, advice.model, advice.machine, job)
         _flags(options, line, words, job)
         return
-    counts_file = str(options.expert_counts or COUNTS_FILE)
-    answer = advice_answer(advice, explain=options.explain, counts_file=counts_file)
-    if options.expert_counts is not None:
-        _write_counts(advice, options.expert_counts)
+    answer = advice_answer(advice, explain=options.explain)
     if options.save_profile is not None:
         from moesim.advice.plan.saved_profile import profile_of_advice, replay_command
         from moesim.hwprofiles.profile import save_profile
@@ -223,8 +211,7 @@ def advise(options: AdviseOptions) -> None:
         save_profile(profile_of_advice(advice), options.save_profile)
         line = replay_command(advice, str(options.save_profile))
         answer.commands = [("to replay this placement", line), *answer.commands]
-    written = (options.save_profile, options.expert_counts)
-    output.present(answer, options, more=written)
+    output.present(answer, options, more=(options.save_profile,))
 
 
 DESCRIBES = ("cpu", "ram", "gpu", "pcie", "system", "hw", "quant")
@@ -266,16 +253,6 @@ def _beside(options: AdviseOptions) -> dict[str, float]:
         else:
             beside[item] = float(parse_bytes(text, where=f"--{item}"))
     return beside
-
-
-def _write_counts(advice: "Advice", file: Path) -> None:
-    from moesim.runtime.record.calibration import write_expert_counts
-
-    model = advice.model
-    experts = model.layers[model.moe_layers[0]].experts
-    assert advice.routing is not None
-    counts = advice.routing.decodes.counts(experts)
-    write_expert_counts(file, counts, model.moe_layers, len(model.layers))
 
 
 @from_dataclass(from_file=False)
