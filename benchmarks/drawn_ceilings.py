@@ -23,6 +23,7 @@ import numpy as np
 
 import moesim
 from benchmarks.combinations import PARTS
+from benchmarks.recorded import RecordedTexts
 from moesim.base.errors import TraceError
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles.lanes import lane_names
@@ -71,7 +72,9 @@ def workloads(shared: Path | None) -> list[Workload]:
         path = shared / f"{file}.parquet"
         sizes = (0, 48, sequences)
         drawn.append(
-            Workload(model, weights, *sizes, recorded=path, recall=0.75, residual=0.8)
+            RecordedTexts(
+                model, weights, *sizes, recorded=path, recall=0.75, residual=0.8
+            )
         )
     return drawn
 

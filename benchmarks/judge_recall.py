@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from moesim.evidence.reproduction.field_map import FIELD
+from benchmarks.field_map import FIELD
+from benchmarks.recorded import RecordedTexts
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.policies.systems import SYSTEMS, compose
 
@@ -140,7 +141,7 @@ def drawn(name: str, shared: Path, folder: Path) -> list[Path]:
         recorded = shared / f"{HELD_BACK['gpt-oss-20b'][0]}.parquet"
         group = TEXTS.start // len(TEXTS)
         sizes = (0, 64, len(TEXTS))
-        workload = Workload(
+        workload = RecordedTexts(
             "gpt-oss-20b", "mxfp4", *sizes, recorded=recorded, group=group
         )
         return [workload.draw(folder)]
@@ -151,7 +152,9 @@ def drawn(name: str, shared: Path, folder: Path) -> list[Path]:
         import_trace(recorded, target, shape=model_shape(name, weights=weights))
         return [target]
     return [
-        Workload(name, weights, 0, 64, 1, recorded=recorded, group=text).draw(folder)
+        RecordedTexts(name, weights, 0, 64, 1, recorded=recorded, group=text).draw(
+            folder
+        )
         for text in TEXTS
     ]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.judge_recall import HELD_BACK
-from moesim.evidence.reproduction.workloads import Workload
+from benchmarks.recorded import RecordedTexts
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
@@ -68,7 +68,7 @@ def tuned_on(shared: Path, folder: Path) -> dict[str, Trace]:
         import_trace(shared / f"{file}.parquet", target, shape=shape)
         traces[name] = open_trace(target)
     recorded = shared / "gpt_oss_20b.parquet"
-    texts = Workload("gpt-oss-20b", "mxfp4", 0, 64, 8, recorded=recorded)
+    texts = RecordedTexts("gpt-oss-20b", "mxfp4", 0, 64, 8, recorded=recorded)
     traces["texts"] = open_trace(texts.draw(folder))
     return traces
 

@@ -116,7 +116,6 @@ hits @t.parquet --cache lru,nope --png x.png             | nope
 hits @t.parquet --cache-ratio 0.1,2                      | --cache-ratio: expected a number between 0 and 1, got 2.0
 list nope                                                 | nope; cache
 gap @t.parquet --routing expert-cache-router              | routing
-reproduce nope                                            | nope
 reproduce --all                                           | --out
 reproduce --all --out x --paper DALLI                     | expected one of DALI
 trace infoo                                               | did you mean 'info'
@@ -160,7 +159,7 @@ record x.parquet --prompts @p.txt --limit 0               | --limit; >= 1
 search @t.parquet --over cache_ratio=0.1:0.5 --trials 0   | --trials; >= 1
 search @t.parquet --over cache_ratio=0.1:0.5 --minutes -1 | --minutes; >= 0
 sweep @t.parquet --jobs 0                                 | --jobs; >= 1
-reproduce flashmoe-hit-rate --steps -1                    | --steps; >= 0
+reproduce --all --out x --jobs 0                          | --jobs; >= 1
 validate @t.parquet --steps 1                             | --steps; >= 2
 validate @t.parquet --repetitions 0                       | --repetitions; >= 1
 quality --tokens 0                                        | --tokens; >= 1

@@ -9,12 +9,9 @@ import shlex
 import numpy as np
 import pandas as pd
 import pytest
-from support.browser import browser, check_page
 from typer.testing import CliRunner
 
-from moesim import cli
-from moesim.evidence.reproduction import field_map as module
-from moesim.evidence.reproduction.field_map import (
+from benchmarks.field_map import (
     CELL,
     FIELD,
     FieldTrace,
@@ -23,6 +20,7 @@ from moesim.evidence.reproduction.field_map import (
     map_answer,
     write_map,
 )
+from moesim import cli
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.policies.systems import compose
 
@@ -62,8 +60,7 @@ def test_the_field_has_25_causal_policies_and_one_that_knows_the_future():
         assert not policies.routing.alters
 
 
-def test_drawn_traces_make_a_map_where_nobody_has_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "shared_traces", lambda: tmp_path)
+def test_drawn_traces_make_a_map_where_nobody_has_others():
     assert [each.batches for each in field_traces()] == [(1, 4, 16)] * 3
 
 
@@ -124,15 +121,3 @@ def test_the_page_links_each_cell_to_its_command(mapped):
     assert tpot_s[cell["best"]] == cell["tpot_s"]
     read = pd.read_csv(figures)
     assert np.allclose(read["best_s"], found.cells["best_s"])
-
-
-def test_the_page_is_whole_in_a_browser(mapped, tmp_path, screenshots):
-    html, *_ = write_map(mapped[0], mapped[1], map_answer(mapped[1]))
-    with browser(tmp_path / "browser") as driver:
-        check_page(driver, html, screenshots)
-
-
-def test_the_map_needs_a_folder():
-    done = CliRunner().invoke(cli.app, ["reproduce", "map"])
-    assert done.exit_code == 2
-    assert "--out" in done.output

@@ -19,9 +19,9 @@ from benchmarks.measured.scores import (
     compared,
     stretch,
 )
+from benchmarks.recorded import mean_with_interval
 from moesim.advice.times.latents import NINETY
 from moesim.advice.times.population import stretched
-from moesim.evidence.reproduction.report import mean_with_interval
 from moesim.evidence.validation.verify import interval
 
 

@@ -21,8 +21,6 @@ from moesim.evidence.reproduction.workloads import Workload
 from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from moesim.traces.format.schema import ModelShape
 
 SIMULATED = "simulated"
@@ -226,13 +224,11 @@ class Answered:
         ours: in the record's unit; None where there is none.
         exchanged: ours again with another value of an input that nobody published, by
             the exchange's name.
-        recorded: ours on each group of sequences of recorded routing, by recording.
     """
 
     question: Question
     ours: float | None
     exchanged: Mapping[str, float] = field(default_factory=dict)
-    recorded: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def record(self) -> Record:
@@ -515,40 +511,6 @@ def exchanged(asked: Iterable[Question]) -> Again:
     return again
 
 
-def recorded(asked: Iterable[Question], folder: Path) -> Again:
-    """Headline questions again, of each group of sequences of the recordings that
-    `folder` has, by recording.
-    """
-    described = data("papers.yaml")["recorded"]
-    again: Again = {}
-    for headline in described["headlines"]:
-        question = next(q for q in asked if selected(headline, q.record))
-        key = papers()[question.record.source]["key"]
-        case = next(c for c in question.cases if c.values[key] == headline["case"])
-        for name, trace in described["traces"].items():
-            path = folder / f"{trace.get('file', name)}.parquet"
-            if path.is_file():
-                again.setdefault(name, {})[question.record] = [
-                    replace(question, cases=(case.changed(_on(path, group, trace)),))
-                    for group in range(trace["groups"])
-                ]
-    return again
-
-
-def _on(
-    path: Path, group: int, trace: Mapping[str, Any]
-) -> Callable[[RunSpec], RunSpec]:
-    return lambda run: run.of_recording(
-        trace.get("sequences", 1),
-        recorded=path,
-        group=group,
-        generated=data("papers.yaml")["recorded"]["generated"],
-        model=trace["model"],
-        weights=trace["weights"],
-        like=None,
-    )
-
-
 def _merged(described: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A description with changes; what is named in both is merged where it nests."""
     merged = dict(described)
@@ -556,14 +518,6 @@ def _merged(described: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
         nests = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
         merged[name] = _merged(merged[name], value) if nests else value
     return merged
-
-
-def anchors() -> set[tuple[str, str, str]]:
-    """Keys of records that questions name as anchors, with the workloads' inputs."""
-    asked = questions()
-    inputs = (run.workload.inputs for question in asked for run in question.runs)
-    keys = {each.record.key for each in asked if each.status == ANCHORED}
-    return keys.union(*inputs)
 
 
 def selected(described: Mapping[str, Any], record: Record) -> bool:

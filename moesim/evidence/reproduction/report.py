@@ -8,7 +8,6 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from scipy import stats
 
 from moesim.base.files import write_text
 from moesim.evidence.reproduction.questions import (
@@ -95,14 +94,9 @@ def reproduced_answer(reproduced: Reproduced) -> Answer:
         _summary_table(counts),
         *(_paper(source, entries, legend) for source, entries in by_source.items()),
         _legend_table(legend),
-        _on_recorded(answered),
         _disagreements(reproduced),
         _exchanges(answered),
         _left_out(answered),
-        *(
-            each.listing(f"Routing alone: {each.experiment.name}")
-            for each in reproduced.experiments
-        ),
     ]
     failures = [
         f"{spec.words} on {spec.workload.name}: {reason}"
@@ -231,41 +225,6 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _on_recorded(answered: Iterable[Answered]) -> Listing:
-    headlines = [entry for entry in answered if entry.recorded]
-    traces = list(dict.fromkeys(name for entry in headlines for name in entry.recorded))
-    rows = [
-        (
-            entry.record.label,
-            _number(entry.published),
-            _number(entry.ours),
-            *(mean_with_interval(entry.recorded.get(name, ())) for name in traces),
-        )
-        for entry in headlines
-    ]
-    return Listing.of(
-        ("figure", "published", "drawn", *traces),
-        rows,
-        title="On recorded routing",
-        note="Headline ratios on other people's recordings of other models, one"
-        " sequence at a time unless the head says otherwise; in brackets 95 % of the"
-        " mean over sequences, or batches of them, where there are several.",
-    )
-
-
-def mean_with_interval(figures: Sequence[float]) -> str:
-    """The mean, with its 95 % interval in brackets where there are three or more."""
-    if not figures:
-        return "-"
-    text = _number(fmean(figures))
-    if len(figures) < 3:
-        return text
-    low, high = stats.t.interval(
-        0.95, len(figures) - 1, fmean(figures), stats.sem(figures)
-    )
-    return f"{text} [{_number(low)}, {_number(high)}]"
-
-
 def _disagreements(reproduced: Reproduced) -> Listing:
     rows = []
     for each in (*directions(reproduced.answered), *orders(reproduced.answered)):
@@ -392,11 +351,6 @@ def _data(reproduced: Reproduced, counts: dict[str, Any]) -> dict[str, Any]:
     return {
         "facts": reproduced.facts,
         "summary": counts,
-        "recorded": {
-            entry.record.label: dict(entry.recorded)
-            for entry in answered
-            if entry.recorded
-        },
         "records": [
             {
                 "source": entry.record.source,

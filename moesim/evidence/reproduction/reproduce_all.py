@@ -1,5 +1,5 @@
-"""Everything that `moesim reproduce --all` does: draws traces, does the runs behind all
-records, and the experiments on routing alone.
+"""Everything that `moesim reproduce --all` does: draws traces, and does the runs behind
+all records.
 
 What is done is noted in the output folder, so that an interrupted command goes on where
 it stopped.
@@ -27,20 +27,12 @@ from moesim.evidence.reproduction.questions import (
     Answered,
     exchanged,
     questions,
-    recorded,
-)
-from moesim.evidence.reproduction.routing import (
-    EXPERIMENTS,
-    Reproduction,
-    reproduce,
-    shared_traces,
 )
 from moesim.evidence.reproduction.runs import learned_cache
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.base import PolicyError
 from moesim.runs.sweeps.execution import run_tasks
-from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -54,8 +46,6 @@ if TYPE_CHECKING:
     Job = Callable[[], Any]
 
 MOST_JOBS = 2
-EXPERIMENT_STEPS = 50
-"""Forward passes of each trace that experiments on routing alone look at."""
 
 
 @dataclass(slots=True)
@@ -66,14 +56,12 @@ class Reproduced:
         answered: in the order of the sources.
         outcomes: run -> its metrics.
         failures: run -> why it could not be done.
-        experiments: those on routing alone.
         facts: what the figures were made with, a line each.
     """
 
     answered: list[Answered]
     outcomes: dict[RunSpec, Outcome]
     failures: dict[RunSpec, str]
-    experiments: list[Reproduction]
     facts: list[str]
 
 
@@ -88,8 +76,7 @@ def reproduce_all(
 
     Args:
         out: folder for what is done and for drawn traces, until all is done.
-        papers: names of sources; None takes all, and experiments on routing alone with
-            them.
+        papers: names of sources; None takes all.
         jobs: processes; None takes one per core, two at most.
         progress: called with the share of the work done.
 
@@ -100,19 +87,13 @@ def reproduce_all(
     jobs = jobs or min(MOST_JOBS, available_cores())
     asked = questions(papers)
     again = exchanged(asked)
-    texts = recorded(asked, shared_traces()) if papers is None else {}
-    others = chain(*(each.values() for each in (*again.values(), *texts.values())))
+    others = chain(*(each.values() for each in again.values()))
     every = chain(asked, *others)
     runs = list(dict.fromkeys(spec for question in every for spec in question.runs))
 
     loads = {spec.workload for spec in runs}
     loads |= {spec.calibration for spec in runs if spec.warm}
     networks = {spec.workload for spec in runs if spec.learned}
-    experiments: list[Any] = []
-    if papers is None:
-        traces = _experiment_loads()
-        loads |= set(traces)
-        experiments = [(name, *traces) for name in EXPERIMENTS]
     # Those of one trace together, since it is read once then.
     runs.sort(key=lambda spec: (spec.workload.name, repr(spec.options)))
     folder = _folder(out)
@@ -138,15 +119,8 @@ def reproduce_all(
     predicted = _longest_first(loads - routing)
     carry_out((partial(load.draw, folder) for load in predicted), 0.2, 0.3)
     replayed = (partial(kept, _do, run, digests[run.machine], folder) for run in runs)
-    counted = (partial(kept, _experiment, task, "", folder) for task in experiments)
-    results = carry_out(chain(replayed, counted), 0.3, 1.0)
-    reproductions = [
-        Reproduction(EXPERIMENTS[task[0]], measured, models, EXPERIMENT_STEPS)
-        for task, (measured, models) in zip(
-            experiments, results[len(runs) :], strict=True
-        )
-    ]
-    done = dict(zip(runs, results, strict=False))
+    results = carry_out(replayed, 0.3, 1.0)
+    done = dict(zip(runs, results, strict=True))
     outcomes = {spec: outcome for spec, (outcome, _) in done.items() if outcome}
 
     def figures(changed: Again, question: Question) -> dict[str, list[float]]:
@@ -169,13 +143,11 @@ def reproduce_all(
                 question,
                 question.figure(outcomes),
                 {name: of[0] for name, of in figures(again, question).items() if of},
-                figures(texts, question),
             )
             for question in asked
         ],
         outcomes=outcomes,
         failures={spec: failure for spec, (_, failure) in done.items() if failure},
-        experiments=reproductions,
         facts=[
             (
                 f"moesim {__version__}, commit {git_commit() or 'no checkout'},"
@@ -235,28 +207,3 @@ def _do(spec: RunSpec, folder: Path) -> tuple[Outcome, str]:
         return {}, "needs PyTorch: pip install 'moesim[runtime]'"
     except (TraceError, ProfileError, PolicyError) as error:
         return {}, str(error)
-
-
-def _experiment_loads() -> tuple[Workload, ...]:
-    """Drawn traces of experiments on routing alone, without predictions.
-
-    Drawn predictions have the published accuracies, so they would prove themselves.
-    """
-    drawn = {
-        run.workload.model: run.workload
-        for question in questions(["DALI"])
-        for run in question.runs
-    }
-    # Not Qwen's: it has as many layers and experts as both others together.
-    models = ("mixtral-8x7b", "deepseek-v2-lite")
-    return tuple(drawn[model].calibration() for model in models)
-
-
-def _experiment(task: Any, folder: Path) -> tuple[Any, Any]:
-    """Figures and models by trace, the shipped one and drawn ones; an experiment's
-    functions stay in their process.
-    """
-    name, *loads = task
-    traces = [resolve_trace("tiny"), *(load.draw(folder) for load in loads)]
-    done = reproduce(name, traces, steps=EXPERIMENT_STEPS)
-    return done.measured, done.models

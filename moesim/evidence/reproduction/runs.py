@@ -106,16 +106,6 @@ class RunSpec:
             numbers=tuple((numbers or {}).items()),
         )
 
-    def of_recording(self, sequences: int, **recorded: Any) -> RunSpec:
-        """The same run on so many sequences of recorded routing, with the predictions
-        that its workload draws.
-        """
-        workload = replace(self.workload, prompt=0, sequences=sequences, **recorded)
-        options = dict(self.options)
-        if "batch" in options:
-            options["batch"] = min(sequences, options["batch"])
-        return replace(self, workload=workload, options=tuple(sorted(options.items())))
-
     @property
     def calibration(self) -> Workload:
         """What the cache is filled from, where it is."""

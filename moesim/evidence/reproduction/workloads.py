@@ -13,10 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 
-from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.synthetic.generate import of_lengths, stated, synthesise
 from moesim.traces.synthetic.predict import predict
@@ -35,8 +32,6 @@ DEEPER = 0.9
 """Share of the recall that is left one layer further ahead; assumed, as no paper
 publishes it.
 """
-EARLIER = 64
-"""Tokens of a recorded text that only calibrations see."""
 CALIBRATION_SEQUENCES = 8
 CALIBRATION_SEED = 1000
 
@@ -58,9 +53,6 @@ class Workload:
         residual: of the same with DALI's residual; None draws none.
         inputs: records that `recall` and `residual` are taken from.
         seed: of all draws.
-        recorded: another's trace of real routing, in place of a drawn one; predictions
-            are drawn all the same, as none has any.
-        group: which `sequences` of it.
     """
 
     model: str
@@ -74,13 +66,11 @@ class Workload:
     residual: float | None = None
     inputs: tuple[Input, ...] = ()
     seed: int = 1
-    recorded: Path | None = None
-    group: int = 0
 
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model as it is drawn."""
-        if self.like == self.model and not self.recorded:
+        if self.like == self.model:
             return model_like(self.like, self.weights).shape
         return model_shape(self.model, self.weights)
 
@@ -96,11 +86,7 @@ class Workload:
     @property
     def words(self) -> str:
         """What was drawn, for people."""
-        routing = "stated, habits of other models"
-        if self.recorded:
-            routing = f"recorded, {self.recorded.stem}"
-        elif self.like:
-            routing = f"like {self.like}"
+        routing = f"like {self.like}" if self.like else "of stated habits"
         text = (
             f"{self.model} in {self.weights}, {self.sequences} sequences of"
             f" {self.prompt} + {self.generated} tokens, routing {routing}"
@@ -120,14 +106,9 @@ class Workload:
         return tuple(round(self.recall * DEEPER**depth, 4) for depth in range(3))
 
     def calibration(self, sequences: int = CALIBRATION_SEQUENCES) -> Workload:
-        """Other sequences of the same model, from which caches may be filled; of a
-        recorded trace what comes before in the same texts.
-        """
-        return replace(
-            self.routing,
-            sequences=self.sequences if self.recorded else sequences,
-            seed=self.seed + CALIBRATION_SEED,
-        )
+        """Other sequences of the same model, from which caches may be filled."""
+        seed = self.seed + CALIBRATION_SEED
+        return replace(self.routing, sequences=sequences, seed=seed)
 
     @property
     def routing(self) -> Workload:
@@ -143,7 +124,9 @@ class Workload:
         target = folder / f"{self.name}.parquet"
         if target.exists():
             return target
-        if self.recall is not None:
+        if self.recall is None:
+            self.write_routing(target)
+        else:
             predict(
                 # Shared by all predictions of it.
                 self.routing.draw(folder),
@@ -154,12 +137,12 @@ class Workload:
                 scores=True,
                 seed=self.seed,
             )
-        elif self.recorded is not None:
-            self._cut_out(target)
-        else:
-            tokens = self.sequences * (self.prompt + self.generated)
-            synthesise(self._synthetic(), target, tokens=tokens, seed=self.seed)
         return target
+
+    def write_routing(self, target: Path) -> None:
+        """Write the trace without predictions."""
+        tokens = self.sequences * (self.prompt + self.generated)
+        synthesise(self._synthetic(), target, tokens=tokens, seed=self.seed)
 
     def _synthetic(self) -> SynthModel:
         lengths = {"prompt_tokens": self.prompt, "new_tokens": self.generated}
@@ -167,30 +150,6 @@ class Workload:
             return stated(model_shape(self.model, self.weights), **lengths)
         known = model_like(self.like, self.weights)
         return of_lengths(_carried_to(known, self.shape), **lengths)
-
-    def _cut_out(self, target: Path) -> None:
-        """Write decode steps of recorded texts that are long enough, in the order of
-        the file.
-        """
-        calibrates = self.seed >= CALIBRATION_SEED
-        first = 0 if calibrates else EARLIER
-        last = EARLIER if calibrates else EARLIER + self.generated
-        recording = ds.dataset(self.recorded)
-        # Threads would give the texts in another order each time.
-        texts = recording.to_table(columns=["seq_id", "step"]).group_by(
-            "seq_id", use_threads=False
-        )
-        lengths = texts.aggregate([("step", "max")]).to_pylist()
-        long = [each["seq_id"] for each in lengths if each["step_max"] >= last]
-        begin = self.group * self.sequences
-        step = ds.field("step")
-        chosen = ds.field("seq_id").isin(long[begin : begin + self.sequences])
-        # A prompt would make the first third unlike the rest.
-        chosen &= (step >= first) & (step < last) & (ds.field("phase") == "decode")
-        part = target.with_suffix(".part.parquet")
-        pq.write_table(recording.to_table(filter=chosen), part)
-        import_trace(part, target, shape=self.shape)
-        part.unlink()
 
 
 def _carried_to(model: SynthModel, shape: ModelShape) -> SynthModel:

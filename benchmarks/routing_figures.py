@@ -1,24 +1,45 @@
-"""Figures that need only routing: a function for each statistic, which the rows of an
-experiment in ``data/papers.yaml`` name with its arguments (`figure`).
+"""Published figures that need only routing, beside the same figures of any trace.
 
-Each takes an `Excerpt` of any trace and returns one figure, or several by name, or
-raises `LacksError`.
+    python -m benchmarks.routing_figures                     # lists the experiments
+    python -m benchmarks.routing_figures hybrimoe-hit-rate --shared DIR
+    python -m benchmarks.routing_figures all --drawn FOLDER --steps 50
+
+Ours need not agree: other models, other prompts, often another length. What is printed
+says which model and trace each column is of, what the experiment does, and where it
+departs from its source. Traces are the shipped one, those of ``--trace``, others'
+recordings in ``--shared``, and two that are drawn like DALI's models, without
+predictions, which would prove themselves.
+
+``routing_figures.yaml`` describes the experiments; each of its rows names a function of
+this module with its arguments. A function takes an `Excerpt` of a trace and returns one
+figure, or several by name, or raises `LacksError`.
 """
 
 from __future__ import annotations
 
+import argparse
 from bisect import bisect_left
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import yaml
 
 from moesim.base.errors import TraceError
+from moesim.base.files import ScratchFolder
 from moesim.engine.observers import observed_policy
-from moesim.evidence.reproduction.questions import COMPARISONS
+from moesim.evidence.reproduction.questions import (
+    COMPARISONS,
+    filled,
+    records,
+    selected,
+)
 from moesim.evidence.reproduction.runs import decode_replays
+from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import cache_replay
 from moesim.policies.arrays import view_of
@@ -28,17 +49,23 @@ from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
 from moesim.questions.gap import Grades
+from moesim.reporting.tables import aligned
 from moesim.runs.replay import replay
 from moesim.traces.format.arrays import predicted_workload
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
+from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+from moesim.traces.shipped import resolve_trace
 from moesim.traces.stats.statistics import SimilarityAggregator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from moesim.evidence.reproduction.questions import Record
     from moesim.policies.base import CachePolicy
     from moesim.policies.cache_replay import CacheCounts
     from moesim.runs.result import Run
@@ -304,7 +331,7 @@ def learned_cache(excerpt: Excerpt) -> Mapping[str, float]:
     forward passes only, which the network has not seen.
     """
     try:
-        from moesim.runtime.train_cache import train  # noqa: PLC0415 - needs torch, which may be missing
+        from moesim.runtime.train_cache import train
     except ImportError:
         raise LacksError(
             "lacks PyTorch, which trains the network: pip install 'moesim[runtime]'"
@@ -569,4 +596,200 @@ STATISTICS: dict[str, Callable[..., Any]] = {
     "similarity": similarity,
     "touched": touched,
 }
-"""By the names in ``data/papers.yaml``."""
+"""By the names in ``routing_figures.yaml``."""
+
+
+# -- experiments -----------------------------------------------------------------------
+
+
+DEFAULT_STEPS = 300
+"""Forward passes of each trace that count unless stated otherwise: the shortest shared
+traces have no more.
+"""
+
+FOREIGN = {
+    "olmoe_1b_7b_decode299": ("olmoe-1b-7b", "bf16"),
+    "qwen3_30b_a3b_top6": ("qwen3-30b-a3b", "q4_k_m"),
+    "gpt_oss_20b": ("gpt-oss-20b", "mxfp4"),
+    "kimi_linear_48b_a3b_decode300": ("kimi-linear-48b-a3b", "bf16"),
+}
+"""Other people's traces by file name: the model and weight format that their files do
+not tell in our terms.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Published figures, and what computes the same on a trace.
+
+    Attributes:
+        name: on the command line.
+        summary: one line.
+        rows: which published records it stands beside, how their settings name a row,
+            and which statistic it is.
+        unit: of every figure, as in those records.
+        needs: what a trace must have, in words.
+        computes: what the functions do, in one or two sentences.
+        caveats: where it departs from its source, and what is not known about the
+            source.
+    """
+
+    name: str
+    summary: str
+    rows: list[dict[str, Any]]
+    unit: str
+    needs: str
+    computes: str
+    caveats: list[str]
+
+    @property
+    def keys(self) -> set[tuple[str, str, str]]:
+        """Keys of the records that it stands beside."""
+        return {tuple(row["of"]) for row in self.rows if "of" in row}
+
+    def row(self, record: Record) -> str | None:
+        """The row of a record; None for one that it does not stand beside."""
+        for row in self.rows:
+            if "of" in row and selected(row, record):
+                return str(row["row"]).format_map(record.setting)
+        return None
+
+    def figures(self, excerpt: Excerpt) -> dict[str, float | str]:
+        """Row -> figure, or what the trace lacks."""
+        table: dict[str, float | str] = {}
+        for row in self.rows:
+            least, most = row.get("spare", (0, excerpt.sequences))
+            settings: list[dict[str, Any]] = [{}] * (least <= excerpt.sequences <= most)
+            if "of" in row:
+                settings = [each.setting for each in records() if selected(row, each)]
+            for setting in settings:
+                values = setting | {"sequences": excerpt.sequences}
+                label = str(row["row"]).format_map(values)
+                # Several models have it.
+                if label not in table:
+                    try:
+                        table[label] = figure(excerpt, filled(row["figure"], values))
+                    except LacksError as lack:
+                        table[label] = str(lack)
+        return table
+
+    @property
+    def published(self) -> dict[str, dict[str, float | str]]:
+        """The published figures: column (source and the model as it names it) -> row ->
+        figure.
+        """
+        columns: dict[str, dict[str, float | str]] = {}
+        for record in records():
+            row = self.row(record)
+            # Some records of a table are not about what the experiment computes.
+            if row is not None:
+                column = f"{record.source}: {record.setting.get('model', 'as stated')}"
+                columns.setdefault(column, {})[row] = record.value
+        return columns
+
+    def lines(self, ours: Mapping[str, Mapping[str, float | str]]) -> list[str]:
+        """A row per setting: published columns first, then ours, by their heads; what
+        traces lack is said below.
+        """
+        columns = self.published | dict(ours)
+        lacks: dict[str, int] = {}
+
+        def cell(figure: float | str | None) -> str:
+            if isinstance(figure, str) and figure.startswith("lacks"):
+                return f"[{lacks.setdefault(figure, len(lacks) + 1)}]"
+            if isinstance(figure, int | float):
+                return f"{figure:.4g}"
+            return figure or "-"
+
+        # A dict keeps the order of first appearance, which a set would lose.
+        rows = [
+            (row, *(cell(column.get(row)) for column in columns.values()))
+            for row in dict.fromkeys(row for of in columns.values() for row in of)
+        ]
+        return [
+            f"{self.name}: {self.summary}",
+            f"computes: {self.computes}",
+            *aligned([(self.unit, *columns), *rows]),
+            *(f"[{number}] {lack}" for lack, number in lacks.items()),
+            *(f"note: {caveat}" for caveat in self.caveats),
+        ]
+
+
+EXPERIMENTS = {
+    name: Experiment(name, **described)
+    for name, described in yaml.safe_load(
+        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    ).items()
+}
+"""Name -> experiment, in the order in which they are listed."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Trace]:
+    """Open a trace; a foreign one that is known is imported first, and forgotten
+    afterwards.
+    """
+    with ScratchFolder() as folder:
+        try:
+            trace = open_trace(path)
+        except TraceError:
+            # A foreign file does not tell the sizes of its model; its name does.
+            known = FOREIGN.get(path.stem)
+            if known is None or not path.is_file():
+                raise
+            imported = import_trace(path, folder / path.name, shape=model_shape(*known))
+            trace = open_trace(imported.path)
+        yield trace
+
+
+def drawn(folder: Path) -> list[Path]:
+    """Traces of two of DALI's models, without predictions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not Qwen's: it has as many layers and experts as both others together.
+    prompts = {"mixtral-8x7b": 64, "deepseek-v2-lite": 16}
+    loads = [
+        Workload(name, "q4_k_m", prompt, 32, 32, like=name)
+        for name, prompt in prompts.items()
+    ]
+    return [load.calibration().draw(folder) for load in loads]
+
+
+def main() -> None:
+    """Print experiments on traces."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_figures")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="or all")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--shared", type=Path, metavar="DIR", help="others' traces")
+    parser.add_argument("--drawn", type=Path, metavar="FOLDER", help="draw into it")
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    if not asked.names:
+        for each in EXPERIMENTS.values():
+            print(f"{each.name}: {each.summary}; needs {each.needs}")
+    names = list(EXPERIMENTS) if asked.names == ["all"] else asked.names
+    if unknown := [name for name in names if name not in EXPERIMENTS]:
+        parser.error(
+            f"no experiment {unknown[0]!r}; expected all, or some of"
+            f" {', '.join(EXPERIMENTS)}"
+        )
+    paths = [resolve_trace("tiny"), *asked.trace]
+    if asked.shared is not None:
+        shared = [asked.shared / f"{name}.parquet" for name in FOREIGN]
+        paths += [path for path in shared if path.is_file()]
+    if asked.drawn is not None:
+        paths += drawn(asked.drawn)
+    for number, path in enumerate(paths, start=1):
+        print(f"ours {number}: {path}")
+    for name in names:
+        ours = {}
+        for number, path in enumerate(paths, start=1):
+            with opened(path) as trace:
+                excerpt = Excerpt(trace, asked.steps, asked.seed)
+                figures = EXPERIMENTS[name].figures(excerpt)
+                ours[f"ours {number}: {trace.shape.name}"] = figures
+        print(*EXPERIMENTS[name].lines(ours), "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,28 +1,34 @@
-"""`moesim reproduce map`: which policy is fastest where, by how much, and how far that
-is from what can be reached.
+"""Which policy is fastest where, by how much, and how far that is from what can be
+reached.
 
-A sweep over models, memories, machines, batches and policies, kept in its store, so
-that an interrupted map goes on where it stopped, and a page of it. Fixed choices are
-compared with fixed choices: the winner of a cell was chosen in hindsight, and is marked
-so.
+    python -m benchmarks.field_map --out map [--shared DIR] [--jobs N]
+
+A sweep over models, memories, machines, batches and policies (``field_map.yaml``), kept
+in its store, so that an interrupted map goes on where it stopped, and a page of it.
+``--shared`` names a folder of other people's recordings; without it all is drawn.
+
+Fixed choices are compared with fixed choices: the winner of a cell was chosen in
+hindsight, and is marked so.
 """
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
+from benchmarks.recorded import RecordedTexts
 from moesim.base.files import write_text
 from moesim.base.units import percent
-from moesim.evidence.reproduction.questions import data
 from moesim.evidence.reproduction.report import write_pages
-from moesim.evidence.reproduction.routing import shared_traces
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.reporting.answers import Answer
 from moesim.reporting.parts import Column, Listing
@@ -36,10 +42,9 @@ from moesim.traces.format.reader import open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
-FIELD = data("papers.yaml")["map"]
-"""Traces, machines, memories and policies, as ``data/papers.yaml`` has them."""
+FIELD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+"""Traces, machines, memories and policies."""
 _DRAFTED_TOKENS = FIELD["drafted_tokens"]
 _DRAFTED = f", {_DRAFTED_TOKENS} tokens drafted"
 _WARM = ", warm"
@@ -58,28 +63,30 @@ class FieldTrace:
     @property
     def title(self) -> str:
         """Its model, and where its routing is from."""
-        origin = "recorded" if self.workload.recorded else "drawn"
-        return f"{self.workload.model}, {origin}"
+        is_recorded = isinstance(self.workload, RecordedTexts)
+        return f"{self.workload.model}, {'recorded' if is_recorded else 'drawn'}"
 
     def others(self) -> Workload | None:
         """Other routing of the model, if there is any."""
         load = self.workload
-        if not load.recorded:
+        if not isinstance(load, RecordedTexts):
             return replace(load, seed=load.seed + 1)
         return replace(load, group=load.group - 1) if load.group else None
 
 
-def field_traces() -> list[FieldTrace]:
-    """Recorded routing where a checkout has it beside it, then drawn."""
+def field_traces(shared: Path | None = None) -> list[FieldTrace]:
+    """Recorded routing where a folder has it, then drawn."""
     traces: list[FieldTrace] = []
     for described in FIELD["traces"]:
         options = FIELD["predicted"] | described
         batches = options.pop("batches")
+        kind: type[Workload] = Workload
         if name := options.pop("file", None):
-            options["recorded"] = shared_traces() / f"{name}.parquet"
-            if not options["recorded"].is_file():
+            kind = RecordedTexts
+            options["recorded"] = Path(shared or "", f"{name}.parquet")
+            if shared is None or not options["recorded"].is_file():
                 continue
-        load = Workload(**options)
+        load = kind(**options)
         # One text has no batches: those of its model are drawn.
         if any(load.model == trace.workload.model for trace in traces):
             batches = batches[1:]
@@ -238,8 +245,6 @@ _ANY_CONTENT = {"policy": CLAIRVOYANT, "cache": "foresight", "prefetch": "foresi
 def map_answer(mapped: FieldMap) -> Answer:
     """Say which policy is fastest where, and which to fix if only one may be."""
     cells = mapped.cells
-    # In the order of the sweep.
-    in_order = cells.sort_index()
     beaten = int((cells["best_s"] < cells["ceiling_s"] * (1 - 1e-9)).sum())
     over_bound = float(cells["clairvoyant_of_bound"].median())
     counts = cells[CELL].nunique()
@@ -264,10 +269,6 @@ def map_answer(mapped: FieldMap) -> Answer:
     ]
     tables = [
         _fixed(mapped.behind),
-        *(
-            _winners(f"{title}, batch {batch}", here)
-            for (title, batch), here in in_order.groupby(["title", "batch"], sort=False)
-        ),
         _parts(mapped),
         _changes(mapped),
         Listing(
@@ -345,21 +346,6 @@ def _fixed(behind: pd.DataFrame) -> Listing:
     )
 
 
-def _winners(title: str, cells: pd.DataFrame) -> Listing:
-    """Winners by machine and memory."""
-    every: Iterable[Any] = cells.itertuples()
-    words = [f"{cell.best}, {1e3 * cell.tpot_s:.1f} ms" for cell in every]
-    table = cells.assign(words=words).pivot_table(
-        index="hw", columns="cache_ratio", values="words", aggfunc="first", sort=False
-    )
-    return Listing.of(
-        ("machine", *(percent(float(ratio), 0) for ratio in table.columns)),
-        [(hw, *texts) for hw, *texts in table.itertuples()],
-        title=title,
-        note="The winner in hindsight, and its time per token.",
-    )
-
-
 def _worth(
     title: str, note: str, logarithms: pd.DataFrame, pairs: Iterable[tuple[str, str]]
 ) -> Listing:
@@ -417,3 +403,20 @@ def write_map(folder: Path, mapped: FieldMap, answer: Answer) -> list[Path]:
     pages = write_pages(folder, "map", answer)
     write_text(figures, mapped.cells.to_csv(index=False))
     return [*pages, figures]
+
+
+def main() -> None:
+    """Write the map."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.field_map")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--shared", type=Path, metavar="DIR", help="others' traces")
+    parser.add_argument("--jobs", type=int)
+    asked = parser.parse_args()
+    mapped = field_map(asked.out, traces=field_traces(asked.shared), jobs=asked.jobs)
+    answer = map_answer(mapped)
+    print(answer.sentences[0], *answer.notes, sep="\n")
+    print(*write_map(asked.out, mapped, answer), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

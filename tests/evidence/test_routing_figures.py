@@ -1,112 +1,59 @@
-"""Published figures beside ours: the quotes are true, the functions compute what they
-say, everything resolves.
+"""Published figures that need only routing: the quotes are true, the functions compute
+what they say, every experiment runs.
 """
 
-import json
 import math
 
 import numpy as np
 import pytest
-import yaml
-from conftest import SHARED
 from support.handmade import hand_trace, routed, shape, steps
 from support.small_trace import write_trace
-from typer.testing import CliRunner
 
-from moesim import cli
-from moesim.engine.observers import observed_policy
-from moesim.evidence.reproduction import routing as reproduce
-from moesim.evidence.reproduction import routing_figures as figures
-from moesim.evidence.reproduction.questions import data
-from moesim.evidence.reproduction.routing import EXPERIMENTS
-from moesim.evidence.reproduction.routing_figures import (
+from benchmarks import routing_figures as figures
+from benchmarks.routing_figures import (
     CALLS,
+    EXPERIMENTS,
     Excerpt,
     LacksError,
     RivalRecorder,
+    opened,
 )
+from moesim.engine.observers import observed_policy
 from moesim.policies import cache_replay
-from moesim.policies.base import PolicyError
 from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
 from moesim.questions.learned_cache import BOUND
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
+from moesim.traces.format.reader import open_trace
+from moesim.traces.shipped import resolve_trace
 
-REFERENCE = SHARED / "reference" / "published.yaml"
-SHIPPED = reproduce.traces_at_hand()[0]
 PASSES = 28
-
-
-# What is quoted.
-
-
-@pytest.fixture(scope="module")
-def whole():
-    """The records of the reference."""
-    if not REFERENCE.is_file():
-        pytest.skip(
-            "other people's figures, no part of the project:"
-            " ../shared/reference/published.yaml is not here"
-        )
-    return yaml.load(
-        REFERENCE.read_text(encoding="utf-8"),
-        getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-    )["records"]
-
-
-def test_every_quoted_record_stands_in_the_reference(whole):
-    quoted = data("published.yaml")["records"]
-    assert quoted
-    assert all(record in whole for record in quoted)
-
-
-def test_no_record_was_left_behind(whole):
-    assert len(reproduce.records()) == len(whole)
 
 
 def test_figures_are_quoted_under_their_setting():
     hits = EXPERIMENTS["hybrimoe-hit-rate"].published
     assert hits["HybriMoE: Mixtral"]["LRU, 25 % cached"] == 30.2
-    assert hits["HybriMoE: DeepSeek"]["MRS, 25 % cached"] == 52.7
     assert hits["DALI: Mixtral-8x7B"] == {"HybriMoE whole, 25 % cached": 25.3}
     table = EXPERIMENTS["dali-prefetch-workload"].published
-    assert table["Mixtral-8x7B"]["HybriMoE, top 2, batch 64"] == 56.4
-    assert len(table["DeepSeek-V2-Lite"]) == 16
-
-
-# Everything resolves.
+    assert table["DALI: Mixtral-8x7B"]["HybriMoE, top 2, batch 64"] == 56.4
+    assert len(table["DALI: DeepSeek-V2-Lite"]) == 16
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs_on_the_shipped_trace_or_says_what_it_lacks(name):
-    found = reproduce.reproduce(name, [SHIPPED], steps=PASSES)
-    (table,) = found.measured.values()
-    assert found.models == {SHIPPED.stem: "tiny"}
-    assert table
+    excerpt = Excerpt(open_trace(resolve_trace("tiny")), PASSES)
+    table = EXPERIMENTS[name].figures(excerpt)
+    assert any(isinstance(figure, float) for figure in table.values())
     for row, figure in table.items():
         if isinstance(figure, str):
             assert figure.startswith("lacks ")
-            assert "\n" not in figure
         else:
-            assert math.isfinite(figure)
             # More than twice as many hits is possible.
+            assert math.isfinite(figure)
             assert -100 <= figure <= (200 if "change" in row else 100)
-    assert any(isinstance(figure, float) for figure in table.values())
-    assert json.loads(json.dumps(found.to_json()))["measured"]
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_trace_of_bare_routing_is_enough_or_its_lack_is_named(
-    name, tmp_path, tiny_shape
-):
-    trace = write_trace(tmp_path / "bare.parquet", tiny_shape, ((0, 12),))
-    (table,) = reproduce.reproduce(name, [trace], steps=PASSES).measured.values()
-    assert table
-    assert all(
-        isinstance(figure, float) or figure.startswith("lacks ")
-        for figure in table.values()
-    )
+    text = "\n".join(EXPERIMENTS[name].lines({"ours": table}))
+    assert all(f"note: {caveat}" in text for caveat in EXPERIMENTS[name].caveats)
 
 
 def test_the_largest_batch_stands_in_where_published_ones_lack_sequences(
@@ -114,24 +61,19 @@ def test_the_largest_batch_stands_in_where_published_ones_lack_sequences(
 ):
     """Three sequences: batches of 8 and more are lacking, one of 3 has a row."""
     trace = write_trace(tmp_path / "few.parquet", tiny_shape, ((0, 12),) * 3)
-    name = "dali-prefetch-workload"
-    (table,) = reproduce.reproduce(name, [trace], steps=PASSES).measured.values()
+    experiment = EXPERIMENTS["dali-prefetch-workload"]
+    table = experiment.figures(Excerpt(open_trace(trace), PASSES))
     assert table["EdgeMoE, top 1, batch 8"].startswith("lacks sequences: batches of 8")
     assert isinstance(table["EdgeMoE, top 1, batch 3"], float)
-    assert "EdgeMoE, top 1, batch 3" not in EXPERIMENTS[name].published
-
-
-def test_a_wrong_name_is_answered_with_the_right_one():
-    with pytest.raises(PolicyError, match=r"did you mean 'hybrimoe-hit-rate'\?"):
-        reproduce.reproduce("hybrimoe-hitrate")
+    # What a trace lacks is said once, below the table.
+    lines = experiment.lines({"few": table})
+    assert sum("lacks column pred1_raw" in line for line in lines) == 1
 
 
 def test_a_foreign_trace_at_hand_is_imported_on_the_way(shared_traces):
-    found = reproduce.reproduce(
-        "flashmoe-prefill", [shared_traces / "olmoe_1b_7b_decode299.parquet"]
-    )
-    assert found.models == {"olmoe_1b_7b_decode299": "olmoe-1b-7b"}
-    assert 0 < found.measured["olmoe_1b_7b_decode299"]["32 tokens"] < 100
+    with opened(shared_traces / "olmoe_1b_7b_decode299.parquet") as trace:
+        assert trace.shape.name == "olmoe-1b-7b"
+        assert 0 < figures.touched(Excerpt(trace, 40), 32) < 100
 
 
 # What the functions compute.
@@ -215,43 +157,3 @@ def test_section_5_5_evictions_and_their_re_use():
         # LRU never differs from LRU, and nobody names a better victim than Belady.
         assert watched.better == watched.decided
         assert (watched.decided > 0) is (spec == BOUND)
-
-
-# The command.
-
-
-@pytest.fixture
-def moesim():
-    return lambda *words: CliRunner().invoke(cli.app, ["reproduce", *map(str, words)])
-
-
-def test_the_list_names_every_experiment_and_its_needs(moesim):
-    lines = moesim().stdout.splitlines()
-    names = [line.split()[0] for line in lines if not line.startswith(" ")]
-    assert names == list(EXPERIMENTS)
-    assert " ".join(lines).count("needs ") == len(EXPERIMENTS)
-    assert [entry["name"] for entry in json.loads(moesim("--json").stdout)] == list(
-        EXPERIMENTS
-    )
-
-
-def test_a_reproduction_names_models_traces_and_caveats(moesim):
-    done = moesim("hybrimoe-hit-rate", "--trace", SHIPPED, "--steps", PASSES)
-    assert done.exit_code == 0, done.output
-    for words in (
-        "HybriMoE: Mixtral",
-        "30.2",
-        "ours: tiny",
-        SHIPPED.stem,
-        "note: ",
-        f"{PASSES} forward passes",
-    ):
-        assert words in done.stdout
-
-
-def test_what_a_trace_lacks_is_said_once_below_the_table(moesim, tmp_path, tiny_shape):
-    trace = write_trace(tmp_path / "bare.parquet", tiny_shape, ((0, 6),))
-    printed = moesim("daop-next-layer", "--trace", trace).stdout
-    assert printed.count("[1] lacks column pred1_raw") == 1
-    assert printed.count("note: ") == len(EXPERIMENTS["daop-next-layer"].remarks)
-    assert "84.11" in printed
