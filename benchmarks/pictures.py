@@ -67,7 +67,7 @@ def main() -> None:
         "compare": compared.figure(),
         "memory": several.figure("times"),
         "placement": run.figure("placement"),
-        "quality": quality_drawn(answers(), "kl"),
+        "quality": quality_drawn(answers()),
         "step": run.figure("step"),
         "statistics-curves": moesim.answer(moesim.open_trace(TRACE)).figure("curves"),
     }

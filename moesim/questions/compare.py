@@ -19,7 +19,6 @@ from moesim.questions.ranked import axis_value, ranked_answer
 from moesim.runs.bound import bound_of
 from moesim.runs.config import CHOICES, RunConfig, takes_options
 from moesim.runs.memory import BY_CURVE
-from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, opened
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import planned
@@ -28,7 +27,7 @@ from moesim.runs.sweeps.rows import as_frame, as_table, observed
 from moesim.runs.sweeps.sweep import configs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import pandas as pd
 
@@ -40,11 +39,6 @@ if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
 
     Machine = str | Path | HardwareProfile
-
-STILL_FILLING = 0.1
-"""Share of its copies that only filled an empty cache, beyond which the figures of a
-run show how it began.
-"""
 
 
 @dataclass(slots=True, repr=False)
@@ -159,30 +153,10 @@ def compare(
         runs[(*cell, name) if cell else name] = run
     table = ranking(frame)
     if not where:
-        _judge(plan, runs, table, open_trace)
+        for point, (name, run) in zip(plan.points, runs.items(), strict=False):
+            if name in table.loc[table["fastest"], "candidate"].tolist():
+                run.bound = bound_of(_config(point, point.trace))
     return Comparison(table, runs, frame)
-
-
-def _judge(
-    plan: Plan, runs: Mapping[str, Run], table: pd.DataFrame, trace: Trace
-) -> None:
-    """Bound the fastest run of one setting; add time per token of runs that spent much
-    of their copies on an empty cache, had it been full of this very trace's most used
-    experts.
-    """
-    warm_s = {}
-    for point, (name, run) in zip(plan.points, runs.items(), strict=False):
-        # One that sees the future is no rival, and a bound itself.
-        if run.config["oracle"]:
-            continue
-        config = _config(point, point.trace)
-        filling = run.metrics["filling_share"] or 0.0
-        if config.warm is None and filling > STILL_FILLING:
-            warm = replay(config.replaced(warm=trace), keep=False)
-            warm_s[name] = warm.metrics["tpot_s"]
-        if name in table.loc[table["fastest"], "candidate"].tolist():
-            run.bound = bound_of(config)
-    table["warm_tpot_s"] = table["candidate"].map(warm_s).astype(float)
 
 
 def _config(point: Point, trace: str | Trace) -> RunConfig:

@@ -12,14 +12,12 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from moesim.base.errors import TraceError
-from moesim.base.files import write_text
 from moesim.base.inputs import read_text
 from moesim.base.options import as_list
 from moesim.base.units import percent
@@ -268,11 +266,11 @@ _SHARES = {
     "stale": "stale",
     "hit_rate_active": "hit rate",
 }
-_MEASURES = {
+_MEASURES = (
     # Divergence has a natural zero; agreement lies close to 100 %.
-    "kl": Axis("kl", "KL to the unmodified model, nats per token", zero=True),
-    "agreement": Axis("agreement", "same most likely token", ".1%"),
-}
+    Axis("kl", "KL to the unmodified model, nats per token", zero=True),
+    Axis("agreement", "same most likely token", ".1%"),
+)
 
 
 def quality_answer(report: Quality) -> Answer:
@@ -317,13 +315,13 @@ def quality_answer(report: Quality) -> Answer:
         sentences=[
             f"at most {lost[table['delta_nats'].argmax()]} nats per token are lost"
         ],
-        figures={name: partial(quality_drawn, report, name) for name in _MEASURES},
+        figures={"quality": lambda: quality_drawn(report)},
         data=report.to_json(),
         settings=json.dumps(config, indent=1),
     )
 
 
-def quality_drawn(report: Quality, measure: str) -> Figure:
+def quality_drawn(report: Quality) -> Figure:
     """What is lost against what is won, one line per cache ratio; labels are parameters
     of the routing policy.
     """
@@ -333,21 +331,11 @@ def quality_drawn(report: Quality, measure: str) -> Figure:
     return Figure(
         rows.assign(cache=rows["cache_ratio"].map(percent), swept=routing[2]),
         Axis("hit_rate_active", "hit rate of active experts", ".0%"),
-        _MEASURES[measure],
+        _MEASURES[0],
         f"{config['model']}, {config['tokens']:,} tokens; {config['assignment']},"
         f" {config['cache']}, {', '.join(routing[0].unique())}: what altered routing"
         " loses and wins, by cache ratio",
         series="cache",
         text="swept",
+        measures=_MEASURES,
     )
-
-
-def save_quality(answer: Answer, folder: Path) -> list[Path]:
-    """Write figures, configuration, pictures and the page; return the files."""
-    figures = folder / "quality.json"
-    write_text(figures, json.dumps(answer.data, indent=2) + "\n")
-    pictures = [
-        answer.figure(name).save(folder / f"quality-{name}.png")
-        for name in answer.figures
-    ]
-    return [figures, *pictures, answer.write(folder / "quality.html")]

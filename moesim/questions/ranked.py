@@ -19,16 +19,15 @@ import pandas as pd
 
 from moesim.base.options import default_of, flag_of, option_of
 from moesim.base.units import format_bytes, is_missing, ms, number, percent
-from moesim.questions.timeline import course_drawn, run_sections
+from moesim.questions.timeline import run_sections
 from moesim.reporting.answers import Answer
-from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
+from moesim.reporting.figures import Axis, Figure, names
 from moesim.reporting.parts import (
     Choice,
     Column,
     Facts,
     Listing,
     Section,
-    Shown,
     column,
     records,
     trace_words,
@@ -51,7 +50,11 @@ if TYPE_CHECKING:
 MOST_CELLS = 40
 """Settings that a terminal shows one by one; a page and the table hold all of them."""
 
-ALL = "all"
+STILL_FILLING = 0.1
+"""Share of its copies that only filled an empty cache, beyond which the figures of a
+run show how it began.
+"""
+
 MEMORY_AXES = ("cache_ratio", "slots_per_layer", "gpu_memory_bytes")
 
 _SHOWN = (
@@ -109,12 +112,6 @@ def ranked_answer(
     winners = table.loc[table["fastest"], [*cells, "candidate"]]
     traces = map(trace_words, frame["trace"], frame["trace_digest"])
     models, machines = (", ".join(frame[name].unique()) for name in ("model", "hw"))
-    figures: dict[str, Any] = {
-        "times" if cells else "policies": lambda: _times_drawn(table),
-        "memory": lambda: _memory_drawn(table),
-    }
-    if runs and not cells:
-        figures["passes"] = lambda: course_drawn(runs)
     answer = Answer(
         question=f"which policy is fastest{' where' if cells else ''}?",
         subject=f"{models} on {machines}",
@@ -124,7 +121,7 @@ def ranked_answer(
         else [_policies_table(table)],
         sentences=[_fastest(table)],
         notes=_notes(table, runs),
-        figures=figures,
+        figures={"times" if cells else "policies": lambda: _times_drawn(table)},
         data={
             "fastest": records(winners.rename(columns={"candidate": "policy"})),
             "table": records(shown),
@@ -132,7 +129,7 @@ def ranked_answer(
         all_rows=shown,
         sources={"trace": "; ".join(dict.fromkeys(traces))},
     )
-    if "lanes" in frame:
+    if "warnings" in frame:
         listed = [line for text in frame["warnings"] for line in json.loads(text)]
         answer.warnings = list(dict.fromkeys(listed))
         answer.on_page = lambda: _sections(frame, table, runs)
@@ -230,8 +227,7 @@ _MARKS = {
     "routing_altered": "changes the routing, so answers differ",
     "approximate": "computes experts before their gate, or adds them a layer late, so"
     " answers differ",
-    "warm_tpot_s": "much was copied only to fill an empty cache; begun full: the time"
-    " per token with this trace's most used experts there at the start",
+    "filling": "much was copied only to fill an empty cache; --warm fills it before",
 }
 """Columns that set a policy apart, and what they say of it."""
 
@@ -239,6 +235,8 @@ _MARKS = {
 def _notes(table: pd.DataFrame, runs: Mapping[Any, Run]) -> list[str]:
     """What a reader must know before believing a ranking."""
     lines = [_certainty(table)]
+    is_filling = (table["filling_share"] > STILL_FILLING) & table["warm"].isna()
+    table = table.assign(filling=is_filling)
     for mark in table.columns.intersection(list(_MARKS)):
         marked = table.loc[table[mark].fillna(0).astype(bool), "candidate"].unique()
         if len(marked):
@@ -301,10 +299,7 @@ def _metric_columns(table: pd.DataFrame) -> list[Column]:
     """Columns of metrics that say something here."""
     rarely = {"ssd_bytes", "energy_j"}
     kept = [n for n in _SHOWN if n not in rarely or table[n].fillna(0).any()]
-    columns = list(map(column, kept))
-    if "warm_tpot_s" in table and table["warm_tpot_s"].notna().any():
-        columns.insert(1, Column("warm_tpot_s", "begun full", "s"))
-    return columns
+    return list(map(column, kept))
 
 
 def _winners(table: pd.DataFrame) -> Listing:
@@ -420,23 +415,6 @@ def _times_drawn(table: pd.DataFrame) -> Figure:
     )  # fmt: skip
 
 
-def _memory_drawn(table: pd.DataFrame) -> Figure:
-    """A point for each run: time over the memory that it takes."""
-    cells: list[str] = table.attrs["cells"]
-    rows, axes, common = _drawn(table)
-    rows[cells] = _worded(table, cells)[cells]
-    return Figure(
-        rows,
-        replace(axes["gpu_bytes"], zero=False),
-        replace(axes["seconds"], zero=False),
-        "Time over memory of the GPU",
-        mark="point",
-        series="candidate",
-        hover=[(name, column(name).head, "") for name in cells],
-        **common,
-    )
-
-
 # The page of many runs.
 
 
@@ -453,73 +431,34 @@ def _sections(
     every = Listing(_worded(frame, axes), columns, title="Every run", opens=opens)
     sections = [Section("", [_times_drawn(table)])]
     if cells:
-        sections += _runs_beside(frame, table, every)
+        sections.append(_one_run(frame, table, every))
     elif runs and all(len(run.timeline.frame()) for run in runs.values()):
         sections += run_sections({n: runs[n] for n in table["candidate"] if n in runs})
     return [*sections, Section("Every run", [every])]
 
 
-def _runs_beside(
-    frame: pd.DataFrame, table: pd.DataFrame, every: Listing
-) -> list[Section]:
-    """Time over memory, and the run that is chosen beside another."""
-    cells: list[str] = table.attrs["cells"]
+def _one_run(frame: pd.DataFrame, table: pd.DataFrame, every: Listing) -> Section:
+    """The run that is chosen, with the command that repeats it."""
     competing = competing_axes(table.attrs["axes"])
     rows = frame.to_dict("records")
-    runs = frame.reset_index(drop=True).assign(
-        candidate=[candidate(row, competing) for row in rows],
-        seconds=frame[table.attrs["measure"]].to_numpy(float),
-        low_s=np.nan,
-        high_s=np.nan,
-    )
-    runs["run"] = runs.index
-    runs.attrs = table.attrs
-    words = _worded(runs, cells)
-    filters = {
-        name: Choice(
-            f"at_{name}",
-            column(name).head,
-            [(each, each) for each in (ALL, *words[name].unique())],
-            ALL,
-        )
-        for name in cells
-        if name not in MEMORY_AXES
-    }
+    settings = _worded(frame, table.attrs["cells"])[table.attrs["cells"]]
+    heads = settings.assign(candidate=[candidate(row, competing) for row in rows])
+    options = list(enumerate(heads.agg(" | ".join, axis=1)))
     best = table[table["fastest"]].sort_values("seconds")["run"]
     first = best.iloc[0] if len(best) else 0
-    # Another policy in the same setting; the first of all others where there is none.
-    here = (words[cells] == words.loc[first, cells]).all(axis=1)
-    order = [*words.index[here], *words.index]
-    other = next((run for run in order if run != first), first)
-    heads = words[[*cells, "candidate"]].agg(" | ".join, axis=1)
-    options = [(str(run), head) for run, head in heads.items()]
-    beside = [
-        Choice("run", "run", options, str(first)),
-        Choice("other_run", "beside", options, str(other)),
-    ]
+    choice = Choice(
+        "run", "run", [(str(place), head) for place, head in options], str(first)
+    )
     facts = replace(
         every,
         rows=every.frame.assign(again=[f"$ {_command(row)}" for row in rows]),
         columns=[*every.columns, column("digest"), Column("again", "again")],
     )
-    lanes = _lanes_drawn(frame)
-    return [
-        Section(
-            "What does memory buy?",
-            [*filters.values(), Shown(_memory_drawn(runs), filters)],
-            "A point for each run. A click on a point opens its run, one on a name"
-            " hides it. Drag to move, Ctrl and wheel to zoom.",
-        ),
-        Section(
-            "One run beside another",
-            [
-                *beside,
-                *(Facts(choice.name, facts) for choice in beside),
-                *(Shown(lanes, {"at_run": choice}) for choice in beside),
-            ],
-            "Opened on the fastest; choose others among the points or in the tables.",
-        ),
-    ]
+    return Section(
+        "One run",
+        [choice, Facts("run", facts)],
+        "Opened on the fastest; choose others in the figure or in the tables.",
+    )
 
 
 def _exact(size_bytes: int) -> str:
@@ -542,30 +481,3 @@ def _command(run: Mapping[Any, Any]) -> str:
         text = str(int(value) if option.kind is int else value)
         line += [flag_of(declared), _exact(int(value)) if option.is_size else text]
     return shlex.join([*line, "--html", "run.html"])
-
-
-def _lanes_drawn(frame: pd.DataFrame) -> Figure:
-    """What every lane of each run did: a share of it busy, then waiting."""
-    rows = []
-    for place, (text, whole_s) in enumerate(
-        zip(frame["lanes"], frame["makespan_s"], strict=True)
-    ):
-        lanes = json.loads(text)
-        for lane, busy_s in lanes["busy_s"].items():
-            ends_s = [0.0, busy_s, busy_s + (lanes["stall_s"].get(lane) or 0.0)]
-            start, busy, end = (each / (whole_s or 1.0) for each in ends_s)
-            rows.append((place, lane, "busy", start, busy))
-            rows.append((place, lane, "waits for copies", busy, end))
-    table = pd.DataFrame(rows, columns=["at_run", "lane", "what", "from", "to"])
-    table["share"] = table["to"] - table["from"]
-    return Figure(
-        table[table["share"] > 0],
-        Axis("to", "share of the run", ".0%", limits=(0, 1)),
-        names("lane", "", table["lane"]),
-        "What every lane did",
-        mark="bar",
-        series="what",
-        colours={"busy": GPU, "waits for copies": QUIET},
-        start="from",
-        hover=[("share", "share", ".1%")],
-    )

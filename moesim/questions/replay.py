@@ -48,7 +48,6 @@ def run_answer(run: Run) -> Answer:
         return answer
     # They need pandas, half a second that figures alone need not cost.
     from moesim.questions.timeline import (  # noqa: PLC0415
-        course_drawn,
         placement_drawn,
         run_sections,
         step_drawn,
@@ -57,7 +56,6 @@ def run_answer(run: Run) -> Answer:
     answer.figures = {
         "step": partial(step_drawn, run),
         "placement": lambda: placement_drawn(run.placement()),
-        "passes": lambda: course_drawn({"run": run}),
     }
     # A page holds many passes, to zoom into.
     answer.on_page = partial(run_sections, {"run": run})

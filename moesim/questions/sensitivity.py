@@ -1,6 +1,4 @@
-"""Sensitivity of a comparison to the constants of a profile: winners that change, from
-how many tokens on fetching an expert pays, and the cache size below which LRU hits
-nothing.
+"""Sensitivity of a comparison to the constants of a profile: winners that change.
 
 A measured constant is known to an interval. If no constant, moved to either end of its
 own, changes which policy wins, then the order does not depend on what calibration could
@@ -16,18 +14,14 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.options import ConfigError
-from moesim.base.units import percent
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.schema import lower_bound
-from moesim.questions.hit_rates import hit_rates
 from moesim.questions.replay import cache_words
 from moesim.reporting.answers import Answer
 from moesim.reporting.parts import HEADS, Column, Listing, column
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, opened, profile_of
-from moesim.traces.format.batch import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +30,9 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.hwprofiles.schema import Curve, Quantity
     from moesim.traces.format.reader import Trace
-    from moesim.traces.format.schema import ModelShape
 
 ASSUMED_SHARE = 0.2
 """Constants without an interval are moved by this much either way."""
-_TOKENS = tuple(2**power for power in range(11))
-_WORKING_SET_SHARES = (0.5, 0.9, 1.0, 1.1, 1.5, 2.0)
 _TINY_EFFECT = 1e-9
 MOST_CONSTANTS = 12
 """Constants that an answer shows, those with the largest effect."""
@@ -51,24 +42,19 @@ _LEAST = 1e-12
 
 @dataclass(slots=True)
 class Sensitivity:
-    """Winners under moved constants, where fetching pays, and the size below which a
-    cache hits nothing.
+    """Winners under moved constants.
 
     Attributes:
         winner: policy that is fastest as the profile is.
         baseline_s: by policy, seconds that are compared.
         constants: those that matter: ``path``, ``interval``, ``effect`` (largest
             change of a time, as a share), ``winners`` at both ends, ``changes_winner``.
-        break_even: see `break_even`.
-        cliff: see `capacity_cliff`.
         config: what was asked.
     """
 
     winner: str
     baseline_s: dict[str, float]
     constants: list[dict[str, Any]]
-    break_even: list[dict[str, Any]]
-    cliff: dict[str, Any]
     config: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -83,15 +69,6 @@ class Sensitivity:
         sentence = f"{self.winner} stays the fastest wherever a constant lies"
         if changes:
             sentence = f"{self.winner} is the fastest, unless {changes} differ"
-        # Rows are sorted by tokens: the first one is where fetching begins to pay.
-        fetched = [row["tokens"] for row in self.break_even if row["fetch"]]
-        since = f"never, up to {_TOKENS[-1]} tokens"
-        if fetched:
-            since = f"where it has {fetched[0]} or more tokens"
-        rates = ", ".join(
-            f"{share} times that: {percent(rate or 0.0)}"
-            for share, rate in self.cliff["hit_rate"].items()
-        )
         times = sorted(self.baseline_s.items(), key=lambda item: item[1])
         constants = pd.DataFrame(self.constants[:MOST_CONSTANTS], columns=list(_MOVED))
         named = ("trace", "hw", "memory", "batch")
@@ -111,17 +88,6 @@ class Sensitivity:
                 ),
             ],
             sentences=[sentence],
-            notes=[
-                (
-                    "fetching an absent expert is faster than computing it on the CPU"
-                    f" {since}"
-                ),
-                (
-                    f"a forward pass touches {self.cliff['working_set']} experts,"
-                    f" {percent(self.cliff['ratio'])} of all; hit rate of one LRU for"
-                    f" all layers by its size: {rates}"
-                ),
-            ],
             data=figures,
         )
 
@@ -152,7 +118,7 @@ def sensitivity(
         policies: what is compared, each as ``assignment+cache+prefetch``.
         hw: the profile.
         steps: forward passes replayed; every constant takes two comparisons.
-        progress: called with what is moved and the share that is done.
+        progress: called with what was moved and the share that is done.
         options: fields of `moesim.runs.config.RunConfig`.
 
     Raises:
@@ -176,10 +142,10 @@ def sensitivity(
     winner = str(baseline_s.idxmin())
     moves = list(_moves(profile))
     constants: list[dict[str, Any]] = []
-    for number, (path, is_measured, ends) in enumerate(moves):
-        report_progress(path, number / len(moves))
+    for number, (path, is_measured, ends) in enumerate(moves, start=1):
         # One constant at a time: what two of them do together stays unseen.
         moved_s = pd.DataFrame(map(times_s, ends))
+        report_progress(path, number / len(moves))
         effect = float((moved_s / baseline_s - 1.0).abs().to_numpy().max())
         # Most constants are of operations that these policies never do.
         if effect < _TINY_EFFECT:
@@ -196,15 +162,12 @@ def sensitivity(
         )
     constants.sort(key=lambda constant: -constant["effect"])
 
-    report_progress("where fetching pays", 1.0)
     best = config.replaced(policy=winner, hw=profile)
     asked = Setup.of(best, opened_trace)
     return Sensitivity(
         winner,
         dict(zip(policies, baseline_s, strict=True)),
         constants,
-        break_even=break_even(profile, opened_trace.shape),
-        cliff=capacity_cliff(opened_trace, batch=config.batch, steps=config.steps),
         config={
             "trace": opened_trace.name,
             "hw": profile.name,
@@ -261,62 +224,3 @@ def _ends_of_curve(_path: str, curve: Curve) -> tuple[bool, list[Curve]]:
     moved_s = [np.maximum(seconds + each, _LEAST) for each in (-errors_s, errors_s)]
     moved = [replace(curve, seconds=tuple(each.tolist())) for each in moved_s]
     return curve.samples is not None, moved
-
-
-def break_even(profile: HardwareProfile, shape: ModelShape) -> list[dict[str, Any]]:
-    """Compare, by tokens, computing an absent expert on the CPU with fetching it and
-    computing it on the GPU.
-
-    Returns:
-        One row per number of tokens: seconds of both ways and ``fetch`` where fetching
-        is cheaper; a fetched expert also serves later, which this line does not count.
-    """
-    # The first layer stands for all: experts of a model mostly have one size.
-    costs = Costs(profile, shape)
-    tokens = np.array(_TOKENS)
-    cpu_s = costs.cpu_s(0, tokens)
-    gpu_s = costs.gpu_s(0, tokens)
-    copy_s = costs.copy_s(0)
-    table = pd.DataFrame(
-        {
-            "tokens": tokens,
-            "cpu_s": cpu_s,
-            "copy_s": copy_s,
-            "gpu_s": gpu_s,
-            "fetch": copy_s + gpu_s < cpu_s,
-        }
-    )
-    rows: list[dict[Any, Any]] = table.to_dict("records")
-    return rows
-
-
-def capacity_cliff(
-    trace: Trace, *, batch: int = 1, steps: int | None = None
-) -> dict[str, Any]:
-    """Find where a global LRU stops to hit anything: below the experts that one step
-    touches, it evicts each before its use.
-
-    Returns:
-        ``working_set``: experts of the median decode step; ``ratio``: its share of all
-        experts; ``hit_rate``: of a global LRU at shares of that working set.
-    """
-    shape = trace.shape
-    sizes = [
-        sum(len(layer.experts) for layer in step.layers)
-        for step in compose(trace, batch=batch, steps=steps)
-    ]
-    # The median: a prefill touches many more experts than all other steps.
-    working_set = int(np.median(sizes))
-    all_experts = shape.layers * shape.experts
-    # Twice the working set may be more than there is.
-    ratios = [
-        min(1.0, share * working_set / all_experts) for share in _WORKING_SET_SHARES
-    ]
-    rates = hit_rates(trace, ["lru"], ratios, scope="global", batch=batch, steps=steps)
-    shares = map("{:g}".format, _WORKING_SET_SHARES)
-    by_share = dict(zip(shares, rates["lru"], strict=True))
-    return {
-        "working_set": working_set,
-        "ratio": working_set / all_experts,
-        "hit_rate": by_share,
-    }

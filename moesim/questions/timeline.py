@@ -1,5 +1,5 @@
 """What runs did: every operation, why it was done and what it waited for; which expert
-was where; each decode pass. A page of several runs shows two of them under each other.
+was where. A page of several runs shows two of them under each other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from moesim.base.options import ConfigError
 from moesim.base.units import format_bytes, ms
 from moesim.policies.base import PolicyError
 from moesim.reporting.figures import CPU, GPU, Axis, Figure, names
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 120_000
 """Operations that a page holds: more would make it larger than 5 MB."""
-
-MOST_POINTS = 400
-"""Points of a line: more of them are averaged, since they could not be told apart."""
 
 NS_PER_S = 1e9
 
@@ -272,11 +268,6 @@ def run_sections(runs: Mapping[str, Run]) -> list[Section]:
             places or [placed],
             "A cell for each expert, a row for each layer, busiest to the left.",
         ),
-        Section(
-            "Every decode pass",
-            [course_drawn(runs)],
-            "A click on a name hides it." if choices else "",
-        ),
     ]
 
 
@@ -310,45 +301,4 @@ def placement_drawn(placed: pd.DataFrame) -> Figure:
         colour=_MEASURES[0],
         measures=_MEASURES,
         hover=[("expert", "expert", ""), ("resident", "resident", ".1%"), *more],
-    )
-
-
-def course(run: Run) -> pd.DataFrame:
-    """Time and hit rate of every decode pass of a run: ``step``, ``ms``, ``hits``.
-
-    Neighbours are averaged where there are more than `MOST_POINTS`.
-    """
-    steps = run.timeline.step_frame()
-    accesses = run.timeline.access_frame()
-    hits = (accesses["state"] == "hit").groupby(accesses["step"]).mean()
-    decode = steps[steps["phase"] == "decode"]
-    table = pd.DataFrame(
-        {
-            "step": decode["step"].to_numpy(),
-            "ms": 1e3 * (decode["end_s"] - decode["start_s"]).to_numpy(),
-            "hits": hits.reindex(decode["step"]).to_numpy(),
-        }
-    )
-    each = -(-len(table) // MOST_POINTS) or 1
-    averaged: pd.DataFrame = table.groupby(table.index // each).mean()
-    return averaged.round({"step": 0, "ms": 4, "hits": 4})
-
-
-def course_drawn(runs: Mapping[str, Run]) -> Figure:
-    """Every decode pass, a line for each run: its ``ms``, or ``hits``."""
-    if not runs:
-        raise ConfigError("runs: expected at least one run, got none")
-    rows = pd.concat(
-        [course(run).assign(policy=name) for name, run in runs.items()],
-        ignore_index=True,
-    )
-    ms = Axis("ms", "ms per forward pass")
-    return Figure(
-        rows,
-        Axis("step", "forward pass", integer=True),
-        ms,
-        "Every decode pass",
-        series="policy",
-        measures=(ms, Axis("hits", "hit rate", ".0%", zero=True)),
-        dashed=frozenset(n for n, run in runs.items() if run.config["oracle"]),
     )

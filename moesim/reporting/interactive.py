@@ -68,8 +68,7 @@ def interactive(shown: Shown) -> dict[str, Any]:
     figure, where = shown
     base: Any = alt.Chart(alt.NamedData("rows"))
     for column, choice in where.items():
-        test = f"{choice.name} == 'all' || datum['{column}'] + '' == {choice.name}"
-        base = base.transform_filter(test)
+        base = base.transform_filter(f"datum['{column}'] + '' == {choice.name}")
     layers = _layers(figure, base)
     if figure.series is not None and figure.mark != "cells":
         hidden = alt.selection_point(
@@ -191,8 +190,7 @@ def _layers(figure: Figure, base: Any) -> list[Any]:
     else:
         filled = alt.condition(foresees, alt.value(0.0), alt.value(0.75))
         fill = looks.get("color", alt.value(PALETTE[0]))
-        cursor = "pointer" if "run" in figure.rows else "default"
-        layer = marks.mark_point(size=70, strokeWidth=1.5, cursor=cursor)
+        layer = marks.mark_point(size=70, strokeWidth=1.5)
         layer = layer.encode(fill=fill, fillOpacity=filled)
     layers = [layer]
     if figure.low is not None:

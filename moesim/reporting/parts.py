@@ -235,7 +235,7 @@ class Shown(NamedTuple):
 
     Attributes:
         figure: what is drawn.
-        where: by column, the choice whose value it must have; ``all`` stands for any.
+        where: by column, the choice whose value it must have.
     """
 
     figure: Figure

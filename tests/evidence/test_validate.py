@@ -24,7 +24,7 @@ from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.policies.base import PolicyError
 from moesim.policies.systems import compose as compose_system
-from moesim.questions.sensitivity import break_even, capacity_cliff, sensitivity
+from moesim.questions.sensitivity import sensitivity
 from moesim.runs.config import MemoryOptions
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
@@ -282,29 +282,6 @@ def test_an_oracle_is_refused():
 # -- sensitivity -----------------------------------------------------------------------
 
 
-def test_the_break_even_line_by_hand():
-    """An expert of the tiny model, 86 016 bytes: copies at 1 GB/s take 96 us, longer
-    than the CPU for few tokens.
-    """
-    rows = break_even(host_profile(), open_trace(TRACE).shape)
-    assert not rows[0]["fetch"]
-    turns = [row["fetch"] for row in rows]
-    assert turns == sorted(turns)
-    assert all(
-        row["fetch"] == (row["copy_s"] + row["gpu_s"] < row["cpu_s"]) for row in rows
-    )
-
-
-def test_a_global_lru_below_the_working_set_hits_nothing():
-    """Every token asks for all it asked for before, in a circle larger than the cache:
-    LRU's classic zero.
-    """
-    cliff = capacity_cliff(open_trace(TRACE), steps=40)
-    assert cliff["working_set"] == 24
-    assert cliff["hit_rate"]["0.5"] == 0.0
-    assert cliff["hit_rate"]["2"] > 0.2
-
-
 def test_a_constant_that_decides_the_winner_is_named():
     """All-CPU wins by a hair; a slower CPU within its interval lets on-demand win, and
     nothing else is blamed first.
@@ -344,16 +321,10 @@ def test_validate_prints_json_and_writes_the_report(tmp_path):
     assert (tmp_path / "out" / "validation.html").is_file()
 
 
-def test_sensitivity_prints_winner_line_and_cliff():
+def test_sensitivity_prints_the_winner():
     """Of a stated memory, and says that a few steps were replayed."""
     words = f"sensitivity {TRACE} --hw two-core-host --steps 3 --cache-ratio 0.25"
     done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 0, done.output
-    for part in (
-        "25.0 %",
-        "the first 3 forward passes",
-        "the fastest",
-        "faster than computing it on the CPU",
-        "one LRU for all",
-    ):
+    for part in ("25.0 %", "the first 3 forward passes", "the fastest"):
         assert part in done.stdout

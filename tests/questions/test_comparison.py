@@ -214,19 +214,15 @@ def test_where_all_fits_systems_begun_alike_are_within_two_per_cent(trace):
     """Twenty passes: begun empty, one that copies everything first seems far behind."""
     policies = ["fiddler", "on-demand", "greedy", "mixtral-offloading"]
     machine = {"hw": "rtx4060ti", "cache_ratio": 1.0, "steps": 20}
-    alike = moesim.compare(trace, policies, warm=trace, **machine).table
-    assert alike["begins"].unique().tolist() == ["all experts"]
-    assert alike["behind"].max() < 0.02
+    alike = moesim.compare(trace, policies, warm=trace, **machine)
+    assert alike.table["begins"].unique().tolist() == ["all experts"]
+    assert alike.table["behind"].max() < 0.02
     apart = moesim.compare(trace, policies, **machine)
     assert len(apart.table["begins"].unique()) > 1
-    late = apart.table[apart.table["warm_tpot_s"].notna()]
+    late = apart.table.loc[apart.table["filling_share"] > 0.1, "candidate"]
     assert len(late)
-    assert late["warm_tpot_s"].to_numpy() == pytest.approx(
-        alike["seconds"].min(), rel=0.02
-    )
-    assert f"{', '.join(late['candidate'])}: much was copied" in apart.answer().text()
-    heads = apart.answer().tables[0].heads()
-    assert {"begun full", "cache began"} < set(heads)
+    assert f"{', '.join(late)}: much was copied" in apart.answer().text()
+    assert "much was copied" not in ranked_answer(alike.frame).text()
 
 
 # The command.

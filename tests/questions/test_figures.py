@@ -6,7 +6,6 @@ import pytest
 
 import moesim
 from moesim.base.options import ConfigError
-from moesim.questions.timeline import course_drawn
 from moesim.reporting.figures import Axis, Figure, names
 
 mpl.use("Agg")
@@ -42,7 +41,7 @@ def drawn():
 
 
 NAMES = (
-    "policies", "times", "memory", "hits", "parts", "step", "placement", "passes",
+    "policies", "times", "memory", "hits", "parts", "step", "placement",
     "decode", "prefill", "curves", "load", "entropy", "overlap", "reuse", "working_set",
     "consistency", "similarity", "information",
 )  # fmt: skip
@@ -130,9 +129,3 @@ def test_another_measure_is_drawn_or_refused_by_name():
     )
     assert placed.figure.axes[-1].get_ylabel() == "resident when used"
     plt.close("all")
-
-
-def test_a_course_of_no_run_is_refused():
-    """It ended in an error of pandas."""
-    with pytest.raises(ConfigError, match="runs: expected at least one"):
-        course_drawn({})

@@ -174,41 +174,23 @@ def test_a_trace_of_a_prompt_alone_has_a_page(tmp_path, tiny_shape):
 
 def test_a_sweep_holds_every_run_and_its_command(swept, pages):
     parts = [part for part in data_of(pages["sweep"])["parts"] if part]
-    (points,) = [part for part in parts if "over memory" in part.get("label", "")]
-    facts = [part for part in parts if "names" in part]
-    shown_ms = [row["seconds"] for row in points["data"]["rows"]]
-    assert shown_ms == pytest.approx((1e3 * swept["tpot_s"]).tolist(), rel=1e-4)
-    assert [each["choice"] for each in facts] == ["run", "other_run"]
-    assert len(facts[0]["values"]) == len(swept) == 48
-    command = facts[0]["values"]["47"][-1]
+    (facts,) = [part for part in parts if "names" in part]
+    assert facts["choice"] == "run"
+    assert len(facts["values"]) == len(swept) == 48
+    command = facts["values"]["47"][-1]
     assert command.startswith("$ moesim replay ")
     for words in ("--slots-per-layer 6", "--hw rtx3080ti", "--batch 2"):
         assert words in command
     assert "--policy on-demand+belady" in command
 
 
-def test_a_sweep_opens_on_the_fastest_beside_another_of_its_setting(swept, pages):
-    text = text_of(pages["sweep"])
-    first, second = (
-        int(
-            re.search(
-                rf'data-choice="{name}".*?value="(\d+)" selected', text, re.DOTALL
-            )[1]
-        )
-        for name in ("run", "other_run")
-    )
-    causal = swept[~swept["oracle"]]
-    assert first == causal["tpot_s"].idxmin()
-    cells = ["hw", "slots_per_layer", "batch"]
-    assert swept.loc[first, cells].tolist() == swept.loc[second, cells].tolist()
-    assert first != second
-
-
 def test_winners_are_the_shortest_runs_that_see_the_past_only(swept, pages):
+    """And the page opens on the shortest of them."""
     winners = re.search(r'data-opens="([\d ]+)"', text_of(pages["sweep"]))[1]
     causal = swept[~swept["oracle"]]
     best = causal.groupby(["hw", "slots_per_layer", "batch"], sort=False)["tpot_s"]
     assert list(map(int, winners.split())) == best.idxmin().tolist()
+    assert chosen_on(pages["sweep"], "run") == str(causal["tpot_s"].idxmin())
 
 
 def test_a_page_holds_every_line_to_compare_with():
@@ -355,10 +337,10 @@ def test_hovering_an_operation_shows_its_words(driver, pages):
     assert tooltip.split("\n")[0] == words.split("\n")[0]
 
 
-def first_of(page):
-    """The policy that a page opens on."""
+def chosen_on(page, name):
+    """What a page opens on."""
     return re.search(
-        r'data-choice="policy".*?value="([^"]+)" selected', text_of(page), re.DOTALL
+        rf'data-choice="{name}".*?value="([^"]+)" selected', text_of(page), re.DOTALL
     )[1]
 
 
@@ -378,7 +360,7 @@ def test_another_policy_in_both_timelines_and_a_copied_address(driver, pages):
         "return ['policy', 'other'].map((name) =>"
         " document.querySelector(`select[data-choice=${name}]`).value)"
     )
-    assert chosen == [first_of(pages["comparison"]), "all-cpu"]
+    assert chosen == [chosen_on(pages["comparison"], "policy"), "all-cpu"]
     signals = run_script(
         driver,
         f"return ({TIMELINES}).map((part) => [...part.view.signal('when_start')])",
@@ -386,7 +368,7 @@ def test_another_policy_in_both_timelines_and_a_copied_address(driver, pages):
     assert signals == [[1, 2], [1, 2]]
 
 
-def test_a_row_opens_its_run_with_lanes_and_command(driver, pages, swept):
+def test_a_row_opens_its_run(driver, pages, swept):
     opened(driver, pages["sweep"])
     buttons = driver.find_elements("css selector", f"{EVERY_RUN} button")
     assert len(buttons) == 48
@@ -394,13 +376,6 @@ def test_a_row_opens_its_run_with_lanes_and_command(driver, pages, swept):
     wait(driver, "return location.hash.includes('run=5')")
     facts = driver.find_element("css selector", ".facts").text
     assert swept["digest"][5] in facts
-    shown_lanes = run_script(
-        driver,
-        "const part = (await window.page).charts.find("
-        "(each) => each.label == 'What every lane did');"
-        "return part.view.signal('run')",
-    )
-    assert shown_lanes == "5"
 
 
 EVERY_RUN = "[data-opens][aria-label='Every run'] tbody"
@@ -442,13 +417,12 @@ def test_a_chart_and_its_data_can_be_saved(driver, pages):
     assert saved[1][1].startswith("data:image/png")
 
 
-POINTS = (
-    "const part = (await window.page).charts.find("
-    "(each) => each.label.includes('over memory'));"
+MARKS = (
+    "const part = (await window.page).charts[0];"
     "const walk = (item, x, y, found) => {"
     " const [left, top] = [x + (item.x ?? 0), y + (item.y ?? 0)];"
-    " if (item.datum && item.datum.gpu_bytes) found.marks += 1;"
-    " if (item.mark && item.mark.role === 'legend-label' && item.text === 'greedy')"
+    " if (item.datum && item.datum.rate) found.marks += 1;"
+    " if (item.mark && item.mark.role === 'legend-label' && item.text === 'lru')"
     "  found.name = [left, top];"
     " for (const each of item.items ?? []) walk(each, item.marktype ? x : left,"
     "  item.marktype ? y : top, found); return found; };"
@@ -459,20 +433,20 @@ POINTS = (
 def test_a_click_on_a_name_hides_its_marks(driver, pages):
     from selenium.webdriver import ActionChains
 
-    opened(driver, pages["sweep"])
+    opened(driver, pages["hits"])
     place = run_script(
         driver,
-        f"{POINTS} const place = part.view.container();"
+        f"{MARKS} const place = part.view.container();"
         "place.scrollIntoView({ block: 'center' }); return place;",
     )
-    before = run_script(driver, f"{POINTS} return found")
+    before = run_script(driver, f"{MARKS} return found")
     size = place.rect
     across, down = before["name"]
     ActionChains(driver).move_to_element_with_offset(
         place, round(across - size["width"] / 2) + 5, round(down - size["height"] / 2)
     ).click().perform()
     after = run_script(
-        driver, f"await new Promise((d) => setTimeout(d, 300)); {POINTS} return found"
+        driver, f"await new Promise((d) => setTimeout(d, 300)); {MARKS} return found"
     )
     assert after["marks"] < before["marks"]
 

@@ -285,7 +285,7 @@ NEEDS_TRACE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QualityOptions(JsonOptions):
+class QualityOptions(PageOptions):
     """Which model reads what, under which settings."""
 
     model: str = option(
@@ -325,11 +325,6 @@ class QualityOptions(JsonOptions):
     minutes: float | None = minutes_option(
         "A limit on reading: passages that do not fit are left out."
     )
-    out: Path | None = folder_option(
-        "Write figures and pictures there.",
-        *("quality.json", "quality.html"),
-        *("quality-kl.png", "quality-agreement.png"),
-    )
 
 
 @from_dataclass(without=NEEDS_TRACE, from_file=False)
@@ -340,10 +335,10 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
     \b
     Examples:
       moesim quality --policy on-demand+lru --routing expert-cache-router:alpha=0,expert-cache-router:alpha=0.3
-      moesim quality --model ~/models/olmoe --text book.txt --policy daop --cache-ratio 0.125,0.25,0.5 --out daop
+      moesim quality --model ~/models/olmoe --text book.txt --policy daop --cache-ratio 0.125,0.25,0.5 --html daop.html
     """
     from moesim.questions import quality as library
-    from moesim.questions.quality import quality_answer, save_quality
+    from moesim.questions.quality import quality_answer
 
     # Loading a model takes minutes, so all checks come before it.
     if options.cache_ratio and config.slots_per_layer is not None:
@@ -358,7 +353,4 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
             progress=show,
             **options.arguments(library.quality),
         )
-    answer = quality_answer(result)
-    answer.command = output.command_line()
-    written = [] if options.out is None else save_quality(answer, options.out)
-    output.present(answer, options, more=written)
+    output.present(quality_answer(result), options)
