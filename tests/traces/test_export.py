@@ -10,7 +10,7 @@ from support import foreign_files as files
 from support.imports import bring
 
 from moesim.base.errors import TraceError
-from moesim.traces.exporters import export_trace, exporters
+from moesim.traces.exporters import EXPORTERS, export_trace
 from moesim.traces.format import layer_steps
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
@@ -115,7 +115,7 @@ def test_statistics_are_those_of_the_summary(tmp_path, long_trace):
 
 def test_layouts_and_their_limits(tmp_path, make_trace, tiny_shape):
     for_caches = {"moe-cache-profile", "moe-cache-slots"}
-    assert set(exporters()) == {"csv", "oracle-general", "statistics"} | for_caches
+    assert set(EXPORTERS) == {"csv", "oracle-general", "statistics"} | for_caches
     import dataclasses
 
     large = dataclasses.replace(tiny_shape, expert_bytes=(1 << 32,) * 3)
@@ -126,3 +126,5 @@ def test_layouts_and_their_limits(tmp_path, make_trace, tiny_shape):
         with pytest.raises(TraceError, match=message):
             export_trace(open_trace(make_trace(shape=shape)), tmp_path / "out", layout)
         assert not list(tmp_path.glob("out*"))
+    with pytest.raises(TraceError, match="--cache-size: layout csv takes no such"):
+        export_trace(open_trace(make_trace()), tmp_path / "o", "csv", cache_size="1GiB")

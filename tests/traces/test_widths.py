@@ -29,7 +29,7 @@ from moesim.policies.sizes import CacheSize, fitting
 from moesim.policies.systems import SYSTEMS, System, compose
 from moesim.runs.bound import most_experts
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.traces.exporters.oracle_general import RECORD, export
+from moesim.traces.exporters.oracle_general import RECORD, export_requests
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import TraceHeader
 from moesim.traces.format.writer import TraceWriter
@@ -439,7 +439,7 @@ def test_an_exported_trace_has_the_size_of_every_request(source, tmp_path):
     path = set_widths(source, tmp_path / "w.parquet", bits=[8, 2]).path
     trace = open_trace(path)
     out = tmp_path / "requests.bin"
-    export(trace, out, lambda _: None)
+    export_requests(trace, out, lambda _: None)
     requests = np.fromfile(out, RECORD)
     sizes = np.array(trace.shape.sizes_by_expert()).reshape(-1)
     np.testing.assert_array_equal(requests["bytes"], sizes[requests["object"]])

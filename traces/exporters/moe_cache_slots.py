@@ -12,6 +12,7 @@ forks with a count for each card.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,12 +30,10 @@ if TYPE_CHECKING:
 
     from moesim.traces.format.reader import Trace
 
-SUFFIX = ".csv"
-OPTIONS = ("cache_size", "tensor_split", "n_cpu_moe")
 _NAMES = ("layer", "card", "slots", "covered", "slots_by_layer", "covered_by_layer")
 
 
-def export(
+def export_slots(
     trace: Trace,
     out: Path,
     progress: Callable[[int], None],
@@ -42,7 +41,7 @@ def export(
     tell: Callable[[str], None],
     cache_size: str = "",
     tensor_split: str = "",
-    n_cpu_moe: str = "",
+    n_cpu_moe: int | None = None,
 ) -> int:
     """Write one line per cached layer: its card, and how many experts to keep of it if
     every layer of a card keeps as many, and if each has a count of its own.
@@ -61,12 +60,21 @@ def export(
     Raises:
         TraceError: sizes, shares or layers that are none, or no room for one expert.
     """
-    budgets = _budgets(trace, cache_size)
     shape = trace.shape
+    budgets = _each(trace, "--cache-size", cache_size, parse_bytes)
+    shares = budgets
+    if tensor_split:
+        shares = _each(trace, "--tensor-split", tensor_split, float)
+    if len(shares) != len(budgets) or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise TraceError(
+            f"{trace.path}: --tensor-split: expected {len(budgets)} numbers, as many as"
+            f" sizes, found {tensor_split or cache_size!r}"
+        )
     layers = np.array(shape.layer_numbers)
-    total = shape.all_layers
-    card_of = _cards(trace, budgets, tensor_split, total)[layers]
-    cached = layers < _whole(trace, "--n-cpu-moe", n_cpu_moe or str(total))
+    # llama.cpp shares layers and the output, which counts as one, out in proportion.
+    edges = np.cumsum(np.array(shares) / sum(shares))[:-1]
+    card_of = np.searchsorted(edges, layers / (shape.all_layers + 1), side="right")
+    cached = layers < (shape.all_layers if n_cpu_moe is None else n_cpu_moe)
     if not cached.any():
         raise TraceError(f"{trace.path}: --n-cpu-moe: expected MoE layers, found none")
 
@@ -83,7 +91,7 @@ def export(
             raise TraceError(
                 f"{trace.path}: --cache-size of card {card}: expected at least"
                 f" {sizes[mine].max(axis=1).sum():,} bytes, an expert of each of its"
-                f" {len(mine)} layers, found {budget:,}; give it fewer layers"
+                f" {len(mine)} layers, found {budget:,.0f}; give it fewer layers"
             )
         equal[mine] = most
         free[mine] = _by_layer(uses.sum(axis=0)[mine], sizes[mine], budget)
@@ -116,43 +124,17 @@ def export(
     return int(table.num_rows)
 
 
-def _budgets(trace: Trace, cache_size: str) -> list[int]:
-    if not cache_size:
-        raise TraceError(
-            f"{trace.path}: moe-cache-slots: expected --cache-size, the memory of each"
-            " card for cached experts, such as 9GiB,4GiB"
-        )
+def _each(
+    trace: Trace, name: str, text: str, parse: Callable[[str], float]
+) -> list[float]:
+    """The numbers of an option, one for each card."""
     try:
-        return [
-            parse_bytes(word, where="--cache-size") for word in cache_size.split(",")
-        ]
-    except ValueError as error:
-        raise TraceError(f"{trace.path}: {error}") from None
-
-
-def _cards(trace: Trace, budgets: list[int], split: str, total: int) -> np.ndarray:
-    """The card of each layer of the model int [layers]: llama.cpp shares layers and the
-    output, which counts as one, out in proportion.
-    """
-    try:
-        shares = np.array(
-            [float(word) for word in split.split(",")] if split else budgets
-        )
+        return [parse(word) for word in text.split(",")]
     except ValueError:
-        shares = np.zeros(0)
-    if len(shares) != len(budgets) or not (shares >= 0).all() or not shares.sum():
         raise TraceError(
-            f"{trace.path}: --tensor-split: expected {len(budgets)} numbers, as many as"
-            f" sizes, found {split!r}"
-        )
-    edges = np.cumsum(shares / shares.sum())[:-1]
-    return np.searchsorted(edges, np.arange(total) / (total + 1), side="right")
-
-
-def _whole(trace: Trace, name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise TraceError(f"{trace.path}: {name}: expected a whole number, got {text!r}")
-    return int(text)
+            f"{trace.path}: moe-cache-slots: expected {name} with a number for each"
+            f" card, such as 9GiB,4GiB, got {text!r}"
+        ) from None
 
 
 def _uses(trace: Trace) -> np.ndarray:
@@ -171,7 +153,7 @@ def _uses(trace: Trace) -> np.ndarray:
     return generated if generated.any() else uses[Phase.PREFILL]
 
 
-def _by_layer(uses: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
+def _by_layer(uses: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
     """Experts to keep of each layer [L], those that are used most for their bytes."""
     density = (uses / sizes).reshape(-1)
     best_first = np.argsort(-density, kind="stable")

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
     from moesim.traces.format.reader import Trace
 
-SUFFIX = ".oracleGeneral"
 RECORD = np.dtype(
     [("time", "<u4"), ("object", "<u8"), ("bytes", "<u4"), ("next", "<i8")]
 )
 NEVER = -1
 
 
-def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
+def export_requests(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
     """Write all requests; what is needed next is filled in from the end, a part of the
     file at a time.
 

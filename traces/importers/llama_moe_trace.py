@@ -4,7 +4,8 @@
 Positions of the prompt are negative and count from its end; those of generated tokens
 count from 0. Prompts come layer by layer, and their last layer may hold their last
 token only. Captures are joined without a mark: a position that begins again at the
-first layer begins a sequence. `moesim.traces.exporters.moe_cache_profile` writes it.
+first layer begins a sequence. `moesim trace export --to
+moe-cache-profile` writes it.
 
 Source: github.com/thecodacus/llama.cpp, branch perf, README and files that it wrote.
 """

@@ -184,10 +184,11 @@ class ExportOptions(Options):
         "Of moe-cache-slots: shares of layers of each card, as -ts of llama.cpp.",
         metavar="N,…",
     )
-    n_cpu_moe: str | None = option(
+    n_cpu_moe: int | None = option(
         None,
         "Of moe-cache-slots: layers whose experts are in host memory. Default: all.",
         metavar="N",
+        minimum=0,
     )
 
 
@@ -213,8 +214,8 @@ def export(options: ExportOptions) -> None:
             options.target,
             options.layout,
             progress=show,
-            options={name: text for name, text in stated.items() if text is not None},
             tell=remarks.append,
+            **{name: value for name, value in stated.items() if value is not None},
         )
     print(*remarks, f"wrote {options.target}: {records:,} records", sep="\n")
 
