@@ -19,9 +19,8 @@ import pyarrow as pa
 from moesim.base.errors import MissingColumnError, TraceError
 from moesim.base.inputs import check_file_name
 from moesim.base.seals import check_seal
-from moesim.traces.format.checks import check_sequence, checked_rows
 from moesim.traces.format.parquet import open_parquet
-from moesim.traces.format.rows import Rows, blocks
+from moesim.traces.format.rows import Rows, blocks, check_sequence, checked_rows
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from moesim.base.errors import TraceError
 from moesim.base.files import written_beside
-from moesim.traces.format.checks import KINDS, checked_rows
 from moesim.traces.format.parquet import lists, named, numbers, sealed_writer
+from moesim.traces.format.rows import KINDS, checked_rows
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,

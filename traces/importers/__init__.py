@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.checks import check_sequence
+from moesim.traces.format.rows import check_sequence
 from moesim.traces.format.schema import (
     OPTIONAL_COLUMNS,
     ModelShape,
