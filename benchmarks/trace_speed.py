@@ -32,7 +32,7 @@ from moesim.traces.stats.trace_summary import summarise_trace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps
     from moesim.traces.format.reader import SequenceRows
 
 MILLION = 1e6

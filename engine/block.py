@@ -15,7 +15,7 @@ from moesim.traces.format.schema import PREDICTION_COLUMNS
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.systems import Policies
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps
 
 
 class Block:
@@ -59,13 +59,14 @@ class Block:
         row_edges = np.zeros(count + 1, np.int64)
         np.cumsum(block.rows, out=row_edges[1:])
         self.row_edges: Ints = row_edges.data
-        self.routing: Ints = _rows(block.routing, np.uint16)
-        self.weights: Floats = _rows(block.token_weights, np.float64)
-        self.scores: Floats = _rows(block.token_scores, np.float64)
-        self.predicted: Floats = _rows(block.token_predicted, np.float64)
+        columns = block.columns
+        self.routing: Ints = _rows(columns.get("experts"), np.uint16)
+        self.weights: Floats = _rows(columns.get("weights"), np.float64)
+        self.scores: Floats = _rows(columns.get("scores"), np.float64)
+        self.predicted: Floats = _rows(columns.get("pred1_raw"), np.float64)
         self.first_scores: Floats = zeros(0)
-        if block.token_scores is not None:
-            self.first_scores = read_only(np.ravel(block.token_scores), np.float64)
+        if "scores" in columns:
+            self.first_scores = read_only(np.ravel(columns["scores"]), np.float64)
         self.mean_scores: Floats = zeros(0)
         if block.scores is not None:
             self.mean_scores = read_only(np.ravel(block.scores), np.float64)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moesim.policies.base import CachePolicy
     from moesim.policies.run_context import Future
     from moesim.policies.sizes import CacheSize
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps
     from moesim.traces.format.schema import ModelShape
 
 
@@ -186,7 +186,7 @@ class LoneCache:
         experts: Ints = read_only(block.experts, np.int32)
         tokens: Ints = read_only(block.tokens, np.int32)
         scores: Floats = _flat(block.scores)
-        token_scores: Floats = _flat(block.token_scores)
+        token_scores: Floats = _flat(block.columns.get("scores"))
         width = self.experts
         row = 0
         work = self.work

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.sim.clock import VirtualClock
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps
     from moesim.traces.timeline.spans import Chunk, Timeline
 
 

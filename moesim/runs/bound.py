@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs, Overlap
     from moesim.policies.sizes import CacheSize, MemoryPlan
     from moesim.runs.config import RunConfig
-    from moesim.traces.format.batch import RoutedStep
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps, RoutedStep
     from moesim.traces.format.reader import Trace
 
 # Names of the resources in answers.

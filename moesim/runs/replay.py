@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from moesim.engine.planner import Planner
     from moesim.runs.config import MemoryOptions
     from moesim.sim.results import ReplayResult
-    from moesim.traces.format.batch import RoutedStep
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps, RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
 

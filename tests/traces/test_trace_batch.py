@@ -141,7 +141,7 @@ def test_blocks_hold_what_composed_steps_hold(
         accesses = slice(block.edges[s], block.edges[s + 1])
         assert block.experts[accesses].tolist() == layer.experts.tolist()
         assert block.tokens[accesses].tolist() == layer.tokens.tolist()
-        rows = block.routing[row_edges[s] : row_edges[s + 1]]
+        rows = block.columns["experts"][row_edges[s] : row_edges[s + 1]]
         assert rows.tolist() == layer.routing.tolist()
         assert (block.scores[s] == layer.scores.mean(axis=0, dtype=np.float64)).all()
         no_scores = np.zeros((0, trace.shape.experts))

@@ -12,8 +12,7 @@ those up to the first wrong one are kept, and one more, which the pass itself ma
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
 from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from moesim.base.errors import TraceError
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase, prediction_distance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from moesim.traces.format.reader import Passes, SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
@@ -91,53 +90,57 @@ class RoutedStep:
         return self.tokens if self.kept is None else self.kept
 
 
-@dataclass(frozen=True)
-class PassRows:
-    """Forward passes that follow each other, as arrays. P passes of S layer steps with
-    A accesses (an access is an active expert of a layer step) and R rows of the trace.
+@dataclass(frozen=True, slots=True)
+class LayerSteps:
+    """N layer steps in replay order with A accesses, an access being an active expert
+    of a layer step, and R rows of a trace.
 
     Attributes:
-        phase: prefill or decode.
-        layer: int64 [S].
-        edges: int64 [S + 1]; layer step i owns accesses ``edges[i]:edges[i + 1]``.
+        step: int64 [N] forward pass, counted over the whole trace.
+        batch: int64 [N] number of the group of sequences.
+        phase: int8 [N], codes of `Phase`.
+        layer: int64 [N].
+        edges: int64 [N + 1]; layer step i owns accesses ``edges[i]:edges[i + 1]``.
         experts: int32 [A], ascending within a layer step.
         tokens: int32 [A], the workload of each.
-        row_edges: int64 [S + 1]; layer step i owns as many rows of `column`.
-        pass_tokens: int64 [P].
-        context_tokens: int64 [P], largest position plus one.
-        sequences: int64 [P], how many take part.
-        rows: columns of the trace, [R, ...], in the order of the sequences.
-        layer_step: int64 [R], which one each row belongs to; None if they lie in the
-            order of the layer steps.
-        drafted, kept: of the one pass that verifies a draft, as in `RoutedStep`.
+        rows: int64 [N], tokens of each layer step.
+        pass_tokens: int64 [N], tokens of the forward pass.
+        context_tokens: int64 [N], largest position plus one in that pass.
+        sequences: int64 [N], how many take part in it.
+        drafted: int64 [N], tokens of the pass that a draft proposed; None without
+            drafts.
+        made: int64 [N], tokens by which the sequences have advanced; as above.
+        columns: those of the trace that were asked for, [R, …]; layer step i owns as
+            many of the following rows as `rows` says.
+        scores: float64 [N, E], gate scores, mean over the tokens of each layer step;
+            None where nobody asked for them. So are the following ones.
+        workload: int32 [N, P, E], tokens that each predictor gives to the experts of
+            its layer.
+        score_sums: float32 [N, P, E], their predicted scores, summed over the tokens.
     """
 
-    phase: Phase
+    step: np.ndarray
+    batch: np.ndarray
+    phase: np.ndarray
     layer: np.ndarray
     edges: np.ndarray
     experts: np.ndarray
     tokens: np.ndarray
-    row_edges: np.ndarray
+    rows: np.ndarray
     pass_tokens: np.ndarray
     context_tokens: np.ndarray
     sequences: np.ndarray
-    rows: dict[str, np.ndarray]
-    layer_step: np.ndarray | None = None
-    drafted: int = 0
-    kept: int | None = None
+    drafted: np.ndarray | None = None
+    made: np.ndarray | None = None
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    scores: np.ndarray | None = None
+    workload: np.ndarray | None = None
+    score_sums: np.ndarray | None = None
 
-    def column(self, name: str) -> np.ndarray:
-        """A column of the trace in the order of the layer steps, and of the sequences
-        within each.
-        """
-        values = self.rows[name]
-        return values if self._order is None else values[self._order]
-
-    @cached_property
-    def _order(self) -> np.ndarray | None:
-        if self.layer_step is None:
-            return None
-        return np.argsort(self.layer_step, kind="stable")
+    @property
+    def row_edges(self) -> np.ndarray:
+        """int64 [N + 1]; layer step i owns rows ``row_edges[i]:row_edges[i + 1]``."""
+        return np.concatenate(([0], np.cumsum(self.rows)))
 
 
 def compose(
@@ -198,25 +201,31 @@ def check_counts(batch: int, steps: int | None) -> None:
 def _compose(
     trace: Trace, batch: int, columns: tuple[str, ...]
 ) -> Iterator[RoutedStep]:
-    step = 0
-    for group in sequence_groups(trace, batch, columns):
-        for routed in group.steps():
-            routed.step = step
-            yield routed
-            step += 1
+    for part in numbered(sequence_groups(trace, batch, columns)):
+        yield from routed_steps(part, trace.shape.layers)
 
 
 def sequence_groups(
-    trace: Trace, batch: int, columns: tuple[str, ...]
+    trace: Trace, batch: int, columns: tuple[str, ...], *, routing: bool = True
 ) -> Iterator[SequenceGroup]:
     """The batches of a trace; each is used up before the next one is asked for."""
     sequences = trace.sequences(columns)
     index = 0
     while group := list(islice(sequences, batch)):
-        yield SequenceGroup(group, trace.shape, trace.passes, index)
+        yield SequenceGroup(group, trace.shape, trace.passes, index, routing=routing)
         index += 1
         # Before the next one is read: two batches at once would be the peak of memory.
         group.clear()
+
+
+def numbered(groups: Iterable[SequenceGroup]) -> Iterator[LayerSteps]:
+    """The forward passes of batches, some at a time, counted over all of them."""
+    step = 0
+    for group in groups:
+        for part in group.passes():
+            part.step[:] += step
+            step = int(part.step[-1]) + 1
+            yield part
 
 
 class SequenceGroup:
@@ -228,21 +237,25 @@ class SequenceGroup:
         shape: of the model.
         passes: what forward passes hold.
         index: number of the batch.
+        routing: with the experts of every token among the columns.
 
     Attributes:
-        layers: of the model.
-        experts: of a layer.
-        index: number of the batch.
         generated: tokens that each sequence generates, int [B].
     """
 
     def __init__(
-        self, group: list[SequenceRows], shape: ModelShape, passes: Passes, index: int
+        self,
+        group: list[SequenceRows],
+        shape: ModelShape,
+        passes: Passes,
+        index: int,
+        *,
+        routing: bool = True,
     ) -> None:
         self._group = group
-        self.layers = shape.layers
-        self.experts = shape.experts
-        self.index = index
+        self._layers = shape.layers
+        self._experts = shape.experts
+        self._index = index
         self._prompt_rows = [
             int(np.count_nonzero(rows.phase == Phase.PREFILL)) for rows in group
         ]
@@ -251,32 +264,30 @@ class SequenceGroup:
             for rows, prompt in zip(group, self._prompt_rows, strict=True)
         ]
         # Each of them has all layers.
-        self.generated = np.array(decode_rows) // self.layers
+        self.generated = np.array(decode_rows) // self._layers
         self._passes = passes
         # No policy sees token ids.
-        self._columns = [name for name in group[0].columns if name != "token"]
+        columns = [name for name in group[0].columns if name != "token"]
+        self._columns = [*["experts"] * routing, *columns]
 
-    def steps(self) -> Iterator[RoutedStep]:
-        """Its prefill, if there is one, and its decode steps."""
-        for passes in self.passes():
-            yield from self._routed_steps(passes)
-
-    def passes(self) -> Iterator[PassRows]:
-        """The same as arrays, some passes at a time."""
+    def passes(self) -> Iterator[LayerSteps]:
+        """Its prefill, if there is one, and its decode steps, some passes at a time,
+        which count from 0 in each part.
+        """
         if self.has_prompt:
             yield from self._prefills()
         if self._passes.draft_tokens:
             yield from self._verifying()
             return
         longest = int(self.generated.max())
-        row_counts = self.layers * max(self.experts, len(self._group))
+        row_counts = self._layers * max(self._experts, len(self._group))
         stride = max(1, CHUNK_COUNTS // row_counts)
         for start in range(0, longest, stride):
             spans = [
                 self._span(sequence, min(start, due), min(start + stride, due))
                 for sequence, due in enumerate(self.generated.tolist())
             ]
-            yield self._pass_rows(Phase.DECODE, spans)
+            yield self._layer_steps(Phase.DECODE, spans)
 
     @property
     def has_prompt(self) -> bool:
@@ -299,51 +310,57 @@ class SequenceGroup:
             self._span(sequence, place, place + 1)
             for sequence, place in enumerate(places)
         ]
-        (routed,) = self._routed_steps(self._pass_rows(Phase.DECODE, spans))
+        part = self._layer_steps(Phase.DECODE, spans)
+        (routed,) = routed_steps(part, self._layers)
         return routed
 
     def _span(self, sequence: int, start: int, stop: int) -> slice:
         """The rows of some generated tokens of a sequence."""
         prompt = self._prompt_rows[sequence]
-        return slice(prompt + self.layers * start, prompt + self.layers * stop)
+        return slice(prompt + self._layers * start, prompt + self._layers * stop)
 
     def prefills(self) -> Iterator[RoutedStep]:
         """The steps that compute all prompts of the group: one, or one for each
         micro-batch. A prompt of which some layers hold fewer tokens is not cut.
         """
-        for passes in self._prefills():
-            yield from self._routed_steps(passes)
+        for part in self._prefills():
+            yield from routed_steps(part, self._layers)
 
-    def _prefills(self) -> Iterator[PassRows]:
+    def _prefills(self) -> Iterator[LayerSteps]:
         prompts = [slice(0, prompt) for prompt in self._prompt_rows]
         most = self._passes.micro_batch_tokens
         if most is None or any(self._is_ragged(*pair) for pair in enumerate(prompts)):
-            yield self._pass_rows(Phase.PREFILL, prompts, together=True)
+            yield self._layer_steps(Phase.PREFILL, prompts, together=True)
             return
-        tokens = [prompt // self.layers for prompt in self._prompt_rows]
+        tokens = [prompt // self._layers for prompt in self._prompt_rows]
         for parts in micro_batches(tokens, most):
-            spans = [slice(self.layers * a, self.layers * b) for a, b in parts]
-            yield self._pass_rows(Phase.PREFILL, spans, together=True)
+            spans = [slice(self._layers * a, self._layers * b) for a, b in parts]
+            yield self._layer_steps(Phase.PREFILL, spans, together=True)
 
     def _is_ragged(self, sequence: int, prompt: slice) -> bool:
         """Tell whether some layers hold fewer tokens of a prompt than others."""
         tokens = _distinct(self._group[sequence].pos[prompt])
-        return prompt.stop != tokens * self.layers
+        return prompt.stop != tokens * self._layers
 
-    def _verifying(self) -> Iterator[PassRows]:
+    def _verifying(self) -> Iterator[LayerSteps]:
         """The decode passes of one sequence, each of which verifies a draft."""
         generated = int(self.generated[0])
         sequence = self._group[0].seq
         for place, computed, kept in self._passes.verified(generated, sequence):
             span = self._span(0, place, place + computed)
-            passes = self._pass_rows(Phase.DECODE, [span], together=True)
-            yield replace(passes, drafted=computed - 1, kept=kept)
+            yield self._layer_steps(Phase.DECODE, [span], together=True, kept=kept)
 
-    def _pass_rows(
-        self, phase: Phase, spans: list[slice], *, together: bool = False
-    ) -> PassRows:
+    def _layer_steps(
+        self,
+        phase: Phase,
+        spans: list[slice],
+        *,
+        together: bool = False,
+        kept: int | None = None,
+    ) -> LayerSteps:
         """The passes of the rows in `spans` of each sequence: one for all of them, or
-        one for each token, in which all sequences that have so many take part.
+        one for each token, in which all sequences that have so many take part. Of one
+        that verifies a draft `kept` tokens stay.
         """
         rows = self._gather(spans)
         positions = [
@@ -358,134 +375,135 @@ class SequenceGroup:
             sequences = np.array([len(positions)])
         else:
             layer_step = np.concatenate([np.arange(len(pos)) for pos in positions])
-            longest = max(map(len, positions)) // self.layers
+            longest = max(map(len, positions)) // self._layers
             context_tokens = np.zeros(longest, np.int64)
             sequences = np.zeros(longest, np.int64)
             for pos in positions:
-                reached = 1 + pos[:: self.layers]
+                reached = 1 + pos[:: self._layers]
                 part = slice(len(reached))
                 sequences[part] += 1
                 context_tokens[part] = np.maximum(context_tokens[part], reached)
             tokens = sequences
-        passes = partial(
-            PassRows,
-            phase,
-            pass_tokens=tokens,
-            context_tokens=context_tokens,
-            sequences=sequences,
-            rows=rows,
-        )
-        if together or len(positions) > 1:
-            places = len(sequences) * self.layers
-            return self._counted(passes, places, rows["experts"], layer_step)
 
-        # Where one sequence runs, every row is a layer step of K distinct experts.
-        count, top_k = rows["experts"].shape
-        experts = np.sort(rows["experts"].astype(np.int32), axis=1).reshape(-1)
-        return passes(
-            layer=rows["layer"].astype(np.int64),
-            edges=np.arange(count + 1) * top_k,
+        count = len(sequences) * self._layers
+        columns = {name: rows[name] for name in self._columns}
+        if together or len(positions) > 1:
+            edges, experts, workload = self._counted(count, rows["experts"], layer_step)
+            if columns:
+                order = np.argsort(layer_step, kind="stable")
+                columns = {name: column[order] for name, column in columns.items()}
+        else:
+            # Where one sequence runs, every row is a layer step of K distinct experts.
+            edges = np.arange(count + 1) * rows["experts"].shape[1]
+            experts = np.sort(rows["experts"].astype(np.int32), axis=1).reshape(-1)
+            workload = np.ones(len(experts), np.int32)
+
+        def by_layer(values: np.ndarray) -> np.ndarray:
+            return np.repeat(values, self._layers)
+
+        drafted = made = None
+        if self._passes.draft_tokens:
+            drafted = by_layer(np.zeros_like(tokens) if kept is None else tokens - 1)
+            made = by_layer(tokens if kept is None else np.array([kept]))
+        return LayerSteps(
+            step=by_layer(np.arange(len(sequences))),
+            batch=np.full(count, self._index, np.int64),
+            phase=np.full(count, phase, np.int8),
+            layer=np.arange(count) % self._layers,
+            edges=edges,
             experts=experts,
-            tokens=np.ones(len(experts), np.int32),
-            row_edges=np.arange(count + 1),
+            tokens=workload,
+            rows=np.bincount(layer_step, minlength=count),
+            pass_tokens=by_layer(tokens),
+            context_tokens=by_layer(context_tokens),
+            sequences=by_layer(sequences),
+            drafted=drafted,
+            made=made,
+            columns=columns,
         )
 
     def _counted(
-        self,
-        passes: Callable[..., PassRows],
-        places: int,
-        experts: np.ndarray,
-        layer_step: np.ndarray,
-    ) -> PassRows:
-        """`passes` of rows [R, K] that belong to `layer_step` int64 [R] of `places`."""
-        counts = np.zeros(places * self.experts, np.int64)
+        self, places: int, experts: np.ndarray, layer_step: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Edges, active experts and their tokens, of rows [R, K] that belong to
+        `layer_step` int64 [R] of `places`.
+        """
+        counts = np.zeros(places * self._experts, np.int64)
         # Workloads of all layer steps in one count, for so many rows at a time that the
         # numbers stay small beside the rows themselves.
         for first in range(0, len(layer_step), _COUNTED_ROWS):
             part = slice(first, first + _COUNTED_ROWS)
-            choice = layer_step[part, None] * self.experts + experts[part]
+            choice = layer_step[part, None] * self._experts + experts[part]
             counts += np.bincount(choice.reshape(-1), minlength=len(counts))
         used = np.flatnonzero(counts)
-        row_edges = np.zeros(places + 1, np.int64)
-        np.cumsum(np.bincount(layer_step, minlength=places), out=row_edges[1:])
-
-        return passes(
-            layer=np.arange(places) % self.layers,
-            edges=np.searchsorted(used, np.arange(places + 1) * self.experts),
-            experts=(used % self.experts).astype(np.int32),
-            tokens=counts[used].astype(np.int32),
-            row_edges=row_edges,
-            layer_step=layer_step,
-        )
+        edges = np.searchsorted(used, np.arange(places + 1) * self._experts)
+        ids = (used % self._experts).astype(np.int32)
+        return edges, ids, counts[used].astype(np.int32)
 
     def _gather(self, spans: list[slice]) -> dict[str, np.ndarray]:
         """The rows in `spans` of each sequence, in sequence order; views where there is
         only one.
         """
-        parts: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("experts", "layer", *self._columns)
-        }
-        for sequence, span in zip(self._group, spans, strict=True):
-            parts["experts"].append(sequence.experts[span])
-            parts["layer"].append(sequence.layer[span])
-            for name in self._columns:
-                parts[name].append(sequence.columns[name][span])
-
-        return {
-            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-            for name, arrays in parts.items()
-        }
-
-    def _routed_steps(self, passes: PassRows) -> Iterator[RoutedStep]:
-        """Passes as one object each."""
-        layers = self.routed_layers(passes)
-        for place, (tokens, context_tokens, sequences) in enumerate(
-            zip(
-                passes.pass_tokens.tolist(),
-                passes.context_tokens.tolist(),
-                passes.sequences.tolist(),
-                strict=True,
-            )
-        ):
-            first = place * self.layers
-            yield RoutedStep(
-                step=0,
-                phase=passes.phase,
-                batch=self.index,
-                tokens=tokens,
-                context_tokens=context_tokens,
-                sequences=sequences,
-                layers=layers[first : first + self.layers],
-                drafted=passes.drafted,
-                kept=passes.kept,
-            )
-
-    def routed_layers(self, passes: PassRows) -> list[RoutedLayer]:
-        """One object per layer step."""
-        experts = _cut(passes.experts, passes.edges)
-        tokens = _cut(passes.tokens, passes.edges)
-        views = {
-            name: _cut(passes.column(name), passes.row_edges)
-            for name in ("experts", *self._columns)
-        }
-        numbers = passes.layer.tolist()
-
-        predictors = [name for name in views if name in PREDICTION_COLUMNS]
-        predicted: Iterable[dict[str, np.ndarray]] = repeat({})
-        if predictors:
-            # Layers from here on have no target: it lies past the last one.
-            end = {name: self.layers - prediction_distance(name) for name in predictors}
-            predicted = [
-                {name: views[name][place] for name in predictors if layer < end[name]}
-                for place, layer in enumerate(numbers)
+        gathered = {}
+        for name in dict.fromkeys(("experts", "layer", *self._columns)):
+            parts = [
+                sequence.arrays()[name][span]
+                for sequence, span in zip(self._group, spans, strict=True)
             ]
+            gathered[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return gathered
 
-        weights: Iterable[Any] = views.get("weights", repeat(None))
-        scores: Iterable[Any] = views.get("scores", repeat(None))
-        routing = views["experts"]
-        columns = (numbers, experts, tokens, routing, weights, scores, predicted)
-        # `map` ends with the shortest: the endless ones stand for what is not there.
-        return list(map(RoutedLayer, *columns))
+
+def routed_steps(block: LayerSteps, layers: int) -> Iterator[RoutedStep]:
+    """Whole passes of a model with so many layers as one object each."""
+    routed = _routed_layers(block, layers)
+    firsts = range(0, len(block.layer), layers)
+    numbers = [
+        column[::layers].tolist()
+        for column in (
+            block.step,
+            block.batch,
+            block.pass_tokens,
+            block.context_tokens,
+            block.sequences,
+        )
+    ]
+    phase = Phase(int(block.phase[0]))
+    drafted, made = block.drafted, block.made
+    for first, step, batch, tokens, context_tokens, sequences in zip(
+        firsts, *numbers, strict=True
+    ):
+        of_pass = routed[first : first + layers]
+        one = RoutedStep(step, phase, batch, tokens, context_tokens, sequences, of_pass)
+        if drafted is not None and made is not None and phase is Phase.DECODE:
+            one.drafted = int(drafted[first])
+            one.kept = int(made[first])
+        yield one
+
+
+def _routed_layers(block: LayerSteps, layers: int) -> list[RoutedLayer]:
+    """One object per layer step."""
+    row_edges = block.row_edges
+    views = {name: _cut(column, row_edges) for name, column in block.columns.items()}
+    numbers = block.layer.tolist()
+
+    predictors = [name for name in views if name in PREDICTION_COLUMNS]
+    predicted: Iterable[dict[str, np.ndarray]] = repeat({})
+    if predictors:
+        # Layers from here on have no target: it lies past the last one.
+        end = {name: layers - prediction_distance(name) for name in predictors}
+        predicted = [
+            {name: views[name][place] for name in predictors if layer < end[name]}
+            for place, layer in enumerate(numbers)
+        ]
+
+    weights: Iterable[Any] = views.get("weights", repeat(None))
+    scores: Iterable[Any] = views.get("scores", repeat(None))
+    experts = _cut(block.experts, block.edges)
+    tokens = _cut(block.tokens, block.edges)
+    columns = (numbers, experts, tokens, views["experts"], weights, scores, predicted)
+    # `map` ends with the shortest: the endless ones stand for what is not there.
+    return list(map(RoutedLayer, *columns))
 
 
 def _distinct(positions: np.ndarray) -> int:

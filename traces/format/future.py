@@ -12,8 +12,7 @@ from moesim.traces.format.layer_steps import layer_steps, of_steps
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moesim.traces.format.batch import RoutedStep
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps, RoutedStep
     from moesim.traces.format.reader import Trace
 
 

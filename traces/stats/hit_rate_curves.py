@@ -43,7 +43,7 @@ from moesim.traces.stats.loops import later_used, rebuild_stacks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps
     from moesim.traces.format.schema import ModelShape
 
     Marks = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -17,7 +17,7 @@ from moesim.traces.stats.hit_rate_curves import before, rows_of_marks
 from moesim.traces.stats.loops import later_used
 
 if TYPE_CHECKING:
-    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.batch import LayerSteps
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
 
