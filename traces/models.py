@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from moesim.base.errors import TraceError
 from moesim.base.text import did_you_mean
@@ -23,6 +20,7 @@ from moesim.traces.layer_kinds import LayerKind, LayerShape, Mixer, repeated
 from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
+    data_table,
     known_labels,
     more_bits,
     recipe,
@@ -172,15 +170,7 @@ def expert_bytes(
 @cache
 def shapes() -> dict[str, dict[str, Any]]:
     """Return the rows of the table, by name."""
-    text = (
-        resources.files("moesim.traces")
-        .joinpath("data/models.yaml")
-        .read_text(encoding="utf-8")
-    )
-    # Written in C where PyYAML brings it: a tenth of the time.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    table = yaml.load(text, loader)  # noqa: S506 - both are safe
-    return {entry["name"]: entry for entry in table["models"]}
+    return {entry["name"]: entry for entry in data_table("models.yaml")["models"]}
 
 
 # -- models of the table ---------------------------------------------------------------
