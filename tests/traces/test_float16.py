@@ -3,7 +3,6 @@ row.
 """
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -46,18 +45,6 @@ def test_any_bits_round_as_numpy_rounds_or_are_said_to_be_beyond(bits):
     assert finite == good.all()
 
 
-@pytest.mark.parametrize("kind", [np.float16, np.float64, np.int64])
-def test_other_numbers_become_halves_too(kind):
-    values = np.array([[0, 1], [2, 1000]], kind)
-    assert same(to_float16(values)[0], numpy_halves(values))
-    assert not to_float16(np.array([1, 1e6]))[1]
-
-
-def test_a_turned_matrix_keeps_its_places():
-    values = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    assert (to_float16(values)[0] == values).all()
-
-
 @given(
     arrays.arrays(
         np.uint16,
@@ -71,8 +58,3 @@ def test_the_first_row_with_an_id_twice(ids):
     ]
     expected = repeats[0] if repeats else -1
     assert first_repeat(ids) == expected
-
-
-def test_ids_up_to_the_largest_are_told_apart():
-    ids = np.array([[65_535, 0], [0, 65_535], [65_535, 65_535]], np.uint16)
-    assert first_repeat(ids) == 2

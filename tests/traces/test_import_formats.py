@@ -12,7 +12,6 @@ from support import foreign_files as files
 from support.imports import bring, refused
 
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers import llama_cpp as llama_importer
 
 # -- vLLM ------------------------------------------------------------------------------
 
@@ -206,15 +205,6 @@ def test_megatron_counts_layers_from_one_and_mentions_what_lies_beside(tmp_path)
     assert {int(n) for rows in trace.sequences() for n in rows.layer} == {0, 1, 2}
 
 
-def test_megatron_records_that_lie_about_their_size(tmp_path):
-    path = files.megatron(tmp_path / "dump", files.routing())
-    path.write_text(path.read_text().replace('"num_tokens": 5', '"num_tokens": 6', 1))
-    refused(
-        path,
-        "line 1: experts: expected num_tokens lists of topk integers, found {.step",
-    )
-
-
 # -- route_trace -----------------------------------------------------------------------
 
 
@@ -287,11 +277,6 @@ def rows_of(tmp_path, *lines, layers=2):
     ]
 
 
-def test_a_position_goes_before_a_token_id(tmp_path):
-    row = '{"token": 17, "pos": 4, "layer": 0, "experts": [1, 2]}'
-    assert rows_of(tmp_path, row, layers=1) == [[[4], [0], [1]]]
-
-
 def test_layers_without_numbers_have_their_turn(tmp_path):
     line = '{"pos": 0, "layers": [{"ids": [1, 0]}, {"ids": [2, 0], "layer": 5}, {"ids": [3, 0]}]}'
     # Layers 0, 5 and 2 are the three that the model has, in order of their numbers.
@@ -347,21 +332,3 @@ def test_mappings_that_do_not_fit(tmp_path, text, message):
     refused(
         files.columns_csv(tmp_path / "dump", files.routing()), message, {"map": text}
     )
-
-
-@pytest.mark.parametrize(("text", "known"), [
-    ("layer,expert\n", True),
-    ("0,1\n0,2\n1,0\n", True),
-    ("0,1", True),
-    ("0,-1\n", True),
-    # Whatever the end was cut to is no line.
-    ("0,1\n0,2\n1,", True),
-    ("0,1\r\n0,2\r\n", True),
-    ("0,1\nx,2\n0,3\n", False),
-    ("0,1,2\n0,1,2\n", False),
-    ("0;1\n", False),
-    ("", False),
-])  # fmt: skip
-def test_llama_cpp_is_told_by_its_rows(tmp_path, text, known):
-    (tmp_path / "dump").write_text(text, newline="")
-    assert llama_importer.recognises(tmp_path / "dump") is known

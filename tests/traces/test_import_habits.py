@@ -10,7 +10,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.command_line import refused
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.reader import open_trace
@@ -220,25 +219,3 @@ def test_a_weight_format_that_nobody_stated_is_called_so(command, tmp_path):
     shape = f"layers={LAYERS},experts=8,top_k=2,hidden=64,expert_intermediate=32"
     assert "taken as bf16, --quant says otherwise" in command(*words, shape)[1]
     assert "(q8_0)" in command(*words, shape, "--quant", "Q8_0")[1]
-
-
-def test_experts_are_those_that_the_maker_publishes(command, tmp_path):
-    """gpt-oss in MXFP4, 12.6 MiB an expert; 47.5 where somebody says bf16."""
-    rows = {"pos": [0] * 36, "layer": range(36), "experts": [[0, 1, 2, 3]] * 36}
-    pq.write_table(pa.table(rows), tmp_path / "dump.parquet")
-    words = ["trace", "import", tmp_path / "dump.parquet", tmp_path / "q.parquet"]
-    for quant, size in (([], 13_219_200), (["--quant", "bf16"], 6 * 2880 * 2880)):
-        code, printed, _ = command(*words, "--shape", "gpt-oss-120b", *quant)
-        assert code == 0
-        assert f"{size / 2**20:.1f} MiB each" in printed
-        assert set(open_trace(words[-1]).shape.expert_bytes) == {size}
-
-
-def test_the_command_takes_a_file_for_each_layer(command, tmp_path):
-    _, files = layer_files(tmp_path)
-    out = tmp_path / "out.parquet"
-    shape = "layers=12,experts=8,top_k=2,expert_bytes=1MiB"
-    code, printed, _ = command("trace", "import", *files, out, "--shape", shape)
-    assert code == 0
-    assert "60 rows of 1 sequence" in printed
-    assert refused(command("trace", "import", files[0], tmp_path / "x", tmp_path / "y", "--shape", shape), "no such file")  # fmt: skip

@@ -70,22 +70,6 @@ def test_vllm_a_prompt_alone_is_a_prompt(tmp_path):
     assert (rows.experts == ids[rows.pos, rows.layer]).all()
 
 
-def test_a_packed_npz_and_one_by_column_are_the_same(tmp_path):
-    arrays = files.hf_arrays(files.routing())
-    np.savez_compressed(tmp_path / "dump.npz", **arrays)
-    packed = told(
-        bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores")
-    )
-    np.savez(
-        tmp_path / "dump.npz",
-        **{name: np.asfortranarray(array) for name, array in arrays.items()},
-    )
-    assert (
-        told(bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores"))
-        == packed
-    )
-
-
 @pytest.mark.parametrize("name", ["hf_npz", "hf_torch"])
 def test_a_number_that_changed_in_a_zip_is_found(tmp_path, name):
     source = write(tmp_path, name)

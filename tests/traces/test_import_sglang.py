@@ -189,18 +189,21 @@ def test_a_pickle_that_would_do_more_than_hold_data_does_nothing(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("dtype", [
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "bool",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "bool",
+    ],
+)
 def test_tensors_equal_what_torch_saved(tmp_path, dtype):
     """Views with strides and offsets share one storage, as torch keeps them."""
     base = (torch.arange(48).reshape(4, 12) % 2).to(getattr(torch, dtype))

@@ -5,7 +5,6 @@ line and no trace.
 import json
 from contextlib import suppress
 
-import numpy as np
 import pytest
 from support import foreign_files as files
 from support.imports import WRITERS, bring, compare, refused, write
@@ -97,24 +96,6 @@ def test_options_nobody_knows(tmp_path):
         write(tmp_path, "hf_npz"),
         "--batch: expected a whole number >= 1, got 'two'",
         {"batch": "two"},
-    )
-
-
-def test_what_means_nothing_is_said_in_the_notes(tmp_path):
-    """1,500 tokens of evenly drawn experts are what a naive copy of a strided tensor
-    looks like.
-    """
-    rng = np.random.default_rng(0)
-    ids = np.argsort(rng.random((1500, 3, 8)), axis=2)[:, :, :2]
-    summary, _ = bring(
-        files.llama_cpp(tmp_path / "flat", [files.Sequence(5, ids, cut=True)])
-    )
-    assert any(
-        note.startswith("routing looks drawn at random: chi-square")
-        for note in summary.notes
-    )
-    assert not any(
-        "random" in note for note in bring(write(tmp_path, "llama_cpp"))[0].notes
     )
 
 

@@ -74,13 +74,6 @@ def test_a_line_that_is_too_long_is_refused(dump, monkeypatch):
         pieces(dump, long)
 
 
-def test_quotes_in_a_structure_are_no_end_of_it(dump):
-    structure = {"a'b": "DOUBLE", 'c"d': "DOUBLE"}
-    columns = {name: f"line.{reader.quote(name)}" for name in structure}
-    text = '{"a\'b": 4, "c\\"d": 5}'
-    assert read(dump, text, structure, columns) == {"a'b": [4], 'c"d': [5]}
-
-
 @pytest.mark.parametrize("name", ["x*y", "a[b]c", "w?z", "x.gz", "~", "pos=7/x"])
 def test_a_name_is_no_pattern(tmp_path, name):
     """Of one file, whatever else DuckDB reads into names."""
