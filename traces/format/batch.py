@@ -474,11 +474,13 @@ def routed_steps(block: LayerSteps, layers: int) -> Iterator[RoutedStep]:
         firsts, *numbers, strict=True
     ):
         of_pass = routed[first : first + layers]
-        one = RoutedStep(step, phase, batch, tokens, context_tokens, sequences, of_pass)
+        routed_step = RoutedStep(
+            step, phase, batch, tokens, context_tokens, sequences, of_pass
+        )
         if drafted is not None and made is not None and phase is Phase.DECODE:
-            one.drafted = int(drafted[first])
-            one.kept = int(made[first])
-        yield one
+            routed_step.drafted = int(drafted[first])
+            routed_step.kept = int(made[first])
+        yield routed_step
 
 
 def _routed_layers(block: LayerSteps, layers: int) -> list[RoutedLayer]:
