@@ -98,7 +98,7 @@ def wakes_s(
     Host memory holds half of the experts, so that there are products to compute while
     the reader is woken.
     """
-    half = len(store.index.records) * len(store.index.records[0]) // 2
+    half = sum(store.index.experts) // 2
     memory = MemoryOptions(
         slots_per_layer=SLOTS, host_memory_bytes=half * store.slot_bytes
     )

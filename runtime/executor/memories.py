@@ -334,7 +334,11 @@ class HostSlotMap(SlotMap):
         self._store = store
         slot_of = None
         if memory is None or size is None:
-            record_of = [record for row in store.index.records for record in row]
+            record_of = [
+                store.record(layer, expert)
+                for layer in range(store.layers)
+                for expert in range(store.experts(layer))
+            ]
             needed = dict.fromkeys(
                 record for key, record in enumerate(record_of) if key not in kept
             )

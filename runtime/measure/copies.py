@@ -23,8 +23,7 @@ from moesim.base.units import percent
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.measure.sampling import event_timer, once_s, pool_bytes, sample
-from moesim.runtime.store.memory import HostSlots
-from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
+from moesim.runtime.store.memory import BLOCK_BYTES, DirectFile, HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -2,8 +2,8 @@
 
 `experts.bin` holds records of fixed layout, one per expert, each beginning on a block
 boundary, so that one direct read brings one expert. `store.json` is its index
-(`StoreIndex`): which record holds which expert, how its bytes become
-weights, and a checksum of each. A build that was killed leaves no index but a build
+(`StoreIndex`): how a record's bytes become weights, how many experts a layer has, and a
+checksum of each record. A build that was killed leaves no index but a build
 log, and the next build of the same model continues where it stopped
 (`runtime/store/build.py`). A seal, `checked`, notes in which state of both files every
 checksum was right, so reads need not compare them again; where a file was touched
@@ -17,6 +17,7 @@ import json
 import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
@@ -24,17 +25,48 @@ from moesim.base.errors import StoreError
 from moesim.base.files import Closing, write_text
 from moesim.base.inputs import load_json, parse_json, read_text
 from moesim.runtime.models.expert_layout import ExpertLayout, round_up
-from moesim.runtime.store.memory import HostSlots
-from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
+from moesim.runtime.store.memory import BLOCK_BYTES, DirectFile, HostSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
 FORMAT: Final = "moesim-experts"
-VERSION: Final = 1
+VERSION: Final = 2
 INDEX_NAME: Final = "store.json"
+
+
+class Place(NamedTuple):
+    """A record: the first expert that it holds, and where it lies."""
+
+    layer: int
+    expert: int
+    offset_bytes: int
+    size_bytes: int
+
+
+def places_of(
+    layouts: Sequence[ExpertLayout], experts: Sequence[int], distinct: int | None
+) -> list[Place]:
+    """Places of all records, one behind the other, layer by layer.
+
+    Args:
+        layouts: [L] of each layer's records.
+        experts: [L] routed experts of each layer.
+        distinct: records, where experts share them in turn; None for one of each
+            expert.
+    """
+    places: list[Place] = []
+    offset = 0
+    for layer, (layout, count) in enumerate(zip(layouts, experts, strict=True)):
+        size = record_stride(layout)
+        for expert in range(count):
+            if len(places) == distinct:
+                return places
+            places.append(Place(layer, expert, offset, size))
+            offset += size
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +78,8 @@ class StoreIndex:
         model_digest: the checkpoint (or the draw) the experts came from.
         layouts: the different layouts of a record.
         layer_layouts: [L] which of them each layer uses.
-        records: per layer, the record of each expert.
-        offsets: [R] where each record begins, a multiple of `BLOCK_BYTES`.
+        experts: [L] routed experts of each layer.
         checksums: [R] CRC-32 of each record, padding included.
-        data_bytes: size of `experts.bin`.
         distinct: fewer records than experts on purpose: how many; None where every
             expert has its own.
     """
@@ -58,44 +88,22 @@ class StoreIndex:
     model_digest: str
     layouts: tuple[ExpertLayout, ...]
     layer_layouts: tuple[int, ...]
-    records: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
+    experts: tuple[int, ...]
     checksums: tuple[int, ...]
-    data_bytes: int
     distinct: int | None = None
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
-        """Refuse records that lie outside the file, and names of records that are not
-        there.
-        """
-        if not self.layouts or not self.records:
-            raise StoreError("expected layers and layouts, found none")
-        if len(self.layer_layouts) != len(self.records):
-            raise StoreError(
-                f"layer_layouts: expected one of each of {len(self.records)} layers,"
-                f" found {len(self.layer_layouts)}"
-            )
-        if len(self.checksums) != len(self.offsets):
-            raise StoreError(
-                f"checksums: expected one of each of {len(self.offsets)} records, found"
-                f" {len(self.checksums)}"
-            )
-        used = [record for row in self.records for record in row]
-        if self.distinct is None and len(set(used)) < len(used):
-            raise StoreError("records: expected one of its own for each expert")
-        _check_below("layer_layouts", self.layer_layouts, len(self.layouts))
-        for layer, row in enumerate(self.records):
-            _check_below(f"records of layer {layer}", row, len(self.offsets))
-            last = self.data_bytes - record_stride(self.per_layer[layer])
-            places = [self.offsets[record] for record in row]
-            _check_below(f"offsets of layer {layer}", places, last + 1)
-            if not row or any(place % BLOCK_BYTES for place in places):
-                raise StoreError(
-                    f"layer {layer}: expected experts on multiples of {BLOCK_BYTES}"
-                    f" bytes, found {places}"
-                )
+        """Refuse layers and records that do not fit together."""
+        if not self.experts or min(self.experts) < 1:
+            raise StoreError(f"expected experts in every layer, found {self.experts}")
+        if len(self.layer_layouts) != len(self.experts) or not all(
+            0 <= layout < len(self.layouts) for layout in self.layer_layouts
+        ):
+            raise StoreError("layer_layouts: expected a known one of each layer")
+        if len(self.checksums) != (self.distinct or sum(self.experts)):
+            raise StoreError("checksums: expected one of each record")
 
     @property
     def per_layer(self) -> tuple[ExpertLayout, ...]:
@@ -143,12 +151,6 @@ class StoreIndex:
         )
 
 
-def _check_below(name: str, values: Iterable[int], limit: int) -> None:
-    outside = [value for value in values if not 0 <= value < limit]
-    if outside:
-        raise StoreError(f"{name}: expected 0..{limit - 1}, found {outside[0]}")
-
-
 def record_stride(layout: ExpertLayout) -> int:
     """Bytes from one record to the next, in full blocks: a direct read moves those."""
     return round_up(layout.expert_bytes, BLOCK_BYTES)
@@ -190,7 +192,8 @@ class ExpertStore(Closing):
         direct: read around the page cache where the file system allows it.
 
     Attributes:
-        index: where the records lie.
+        index: what the records hold.
+        places: where they lie.
         direct: whether reads go around the page cache; `reason` says why not.
         slot_bytes: a slot of this size holds any record.
 
@@ -209,12 +212,17 @@ class ExpertStore(Closing):
             )
 
         self.index = StoreIndex.read(path)
+        index = self.index
+        self.places = places_of(index.per_layer, index.experts, index.distinct)
+        *_, last = self.places
+        self._data_bytes = last.offset_bytes + last.size_bytes
+        self._firsts = [0, *accumulate(index.experts)]
         self._file = DirectFile(self.directory / DATA_NAME, direct=direct)
         # Checked at once: else a truncated file fails in the middle of a run.
-        if self._file.size_bytes != self.index.data_bytes:
+        if self._file.size_bytes != self._data_bytes:
             self._file.close()
             raise StoreError(
-                f"{self._file.path}: expected {self.index.data_bytes} bytes, found"
+                f"{self._file.path}: expected {self._data_bytes} bytes, found"
                 f" {self._file.size_bytes}; it was truncated or altered: remove the"
                 " folder and build the store again"
             )
@@ -227,15 +235,20 @@ class ExpertStore(Closing):
     @property
     def layers(self) -> int:
         """MoE layers."""
-        return len(self.index.records)
+        return len(self.index.experts)
 
     def experts(self, layer: int) -> int:
         """Experts of a layer."""
-        return len(self.index.records[layer])
+        return self.index.experts[layer]
 
     def layout(self, layer: int) -> ExpertLayout:
         """Return the layout of a layer's records; the same object every time."""
         return self.index.layouts[self.index.layer_layouts[layer]]
+
+    def record(self, layer: int, expert: int) -> int:
+        """Number of the record that holds an expert; others may share it."""
+        number = self._firsts[layer] + expert
+        return number % len(self.places)
 
     def record_bytes(self, layer: int) -> int:
         """Bytes that one read of this layer moves: the record and its padding to full
@@ -266,8 +279,8 @@ class ExpertStore(Closing):
             "direct reads need slots on a block boundary"
         )
         size = self.record_bytes(layer)
-        record = self.index.records[layer][expert]
-        offset = self.index.offsets[record]
+        record = self.record(layer, expert)
+        offset = self.places[record].offset_bytes
 
         # Padding is read too: direct reads have full blocks.
         view = memoryview(target.numpy())[:size]
@@ -286,20 +299,13 @@ class ExpertStore(Closing):
         Raises:
             StoreError: a record was altered.
         """
-        # Experts may share a record.
-        seen: set[int] = set()
-        done_bytes = 0
+        total = len(self.places)
         with HostSlots(1, self.slot_bytes) as slots:
-            for layer, row in enumerate(self.index.records):
-                for expert, record in enumerate(row):
-                    if record in seen:
-                        continue
-                    seen.add(record)
-                    done_bytes += self.read_into(
-                        layer, expert, slots.record(0), check=True
-                    )
-                    if progress is not None:
-                        progress(self._progress(len(seen), done_bytes))
+            for done, place in enumerate(self.places, 1):
+                self.read_into(place.layer, place.expert, slots.record(0), check=True)
+                if progress is not None:
+                    end = place.offset_bytes + place.size_bytes
+                    progress(BuildProgress(done, total, end, self._data_bytes))
         self.seal()
 
     def trusted(self, progress: Callable[[BuildProgress], None] | None = None) -> Self:
@@ -334,11 +340,6 @@ class ExpertStore(Closing):
         if (self.directory / BUILD_LOG_NAME).is_file():
             return "an unfinished build; run it again to continue"
         return "none; `moesim run --store` makes one"
-
-    def _progress(self, records: int, done_bytes: int) -> BuildProgress:
-        return BuildProgress(
-            records, len(self.index.offsets), done_bytes, self.index.data_bytes
-        )
 
     def _is_sealed(self) -> bool:
         try:

@@ -11,7 +11,7 @@ from moesim.base.errors import RuntimeFault
 from moesim.base.host_checks import fails, holds, limited
 from moesim.evidence import doctor
 from moesim.runtime import accelerators
-from moesim.runtime.store import sources as direct_io
+from moesim.runtime.store import memory as direct_io
 
 
 def test_graphics_that_torch_does_not_find_fail_with_a_way_out(monkeypatch):

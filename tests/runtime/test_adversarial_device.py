@@ -28,7 +28,7 @@ from moesim.runtime.executor.memories import LayerJob
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models import local_model as tiny
 from moesim.runtime.models.expert_layout import group_tokens
-from moesim.runtime.store import sources as direct_io
+from moesim.runtime.store import memory as direct_io
 from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture

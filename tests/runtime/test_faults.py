@@ -21,7 +21,7 @@ from moesim.policies import systems
 from moesim.runs.config import MemoryOptions
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.memories import HostSlotMap
-from moesim.runtime.store import sources as direct_io
+from moesim.runtime.store import memory as direct_io
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
 

@@ -37,7 +37,7 @@ from moesim.runtime.measure.sampling import (  # noqa: E402
     sample,
 )
 from moesim.runtime.models.dense import DenseStack  # noqa: E402
-from moesim.runtime.store.sources import DirectFile  # noqa: E402
+from moesim.runtime.store.memory import DirectFile  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(

@@ -31,8 +31,7 @@ from moesim.runtime.models.expert_layout import (
 )
 from moesim.runtime.models.gates import offloadable_blocks
 from moesim.runtime.models.offloaded import OffloadedModel, StoreExperts
-from moesim.runtime.store.build import build_store
-from moesim.runtime.store.sources import CheckpointSource
+from moesim.runtime.store.build import CheckpointSource, build_store
 
 
 @pytest.fixture(scope="module", params=SOME)
