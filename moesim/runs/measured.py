@@ -75,7 +75,7 @@ class MeasuredRun(Run):
 
     Attributes:
         shape: the model, or the sizes that its experts were given.
-        result: dispatch times of every layer step.
+        result: passes, layer steps and seconds.
         decision_log: reports to the planner and its answers
             (`moesim.engine.observers.repeat` checks them).
         startup: seconds and bytes until the first forward pass could begin.

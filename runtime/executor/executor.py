@@ -19,7 +19,6 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from moesim.base.errors import RuntimeFault
@@ -74,22 +73,10 @@ class StepInfo(NamedTuple):
 
 
 class ExecutorResult(NamedTuple):
-    """What a run did. The two arrays have one entry per layer step.
-
-    Attributes:
-        steps: forward passes.
-        layer_steps: MoE layers of all of them.
-        dispatch_s: control's time from the end of planning until all work was handed
-            out.
-        hand_off_s: from the end of planning to the first start of another worker; NaN
-            if there was none.
-        makespan_s: wall seconds.
-    """
+    """How much a run did: forward passes, MoE layers of all of them, wall seconds."""
 
     steps: int
     layer_steps: int
-    dispatch_s: np.ndarray
-    hand_off_s: np.ndarray
     makespan_s: float
 
 
@@ -227,9 +214,7 @@ class Executor:
         _raise_failure(lanes.failure)
         return ExecutorResult(
             steps=self._steps,
-            layer_steps=len(self.layer_step.dispatch_s),
-            dispatch_s=np.array(self.layer_step.dispatch_s),
-            hand_off_s=np.array(self.layer_step.hand_off_s),
+            layer_steps=self.layer_step.answered,
             makespan_s=makespan_s,
         )
 

@@ -8,7 +8,6 @@ layer, on its own input.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from moesim.runtime.executor.operations import (
 )
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN, Part
-from moesim.traces.timeline.spans import ACTIVATION, DENSE, JOIN, PLAN, pack_span
+from moesim.traces.timeline.spans import ACTIVATION, JOIN, PLAN, pack_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,10 +81,7 @@ class RealLayerStep(LayerStep):
     Attributes:
         evaluate_ahead: computes dense parts of coming layers, given the layer before
             and their number; None where the model's own work predicts.
-        dispatch_s: per layer step, seconds from the end of planning until all work was
-            handed out.
-        hand_off_s: per layer step, seconds from the end of planning to the first start
-            of another worker; NaN where there was none.
+        answered: layer steps so far.
     """
 
     def __init__(
@@ -102,8 +98,7 @@ class RealLayerStep(LayerStep):
         lanes.machine.gate = self.transfers
         lanes.make = self._task
         self.evaluate_ahead: Callable[[int, int], None] | None = None
-        self.dispatch_s = array("d")
-        self.hand_off_s = array("d")
+        self.answered = 0
         self._lanes = lanes
         self._memories = memories
         self._timeline = timeline
@@ -113,9 +108,6 @@ class RealLayerStep(LayerStep):
         self._back_link = durations.back[0]
         self._control = durations.control
         self._device_worker = lanes.worker(kinds.GPU.lane())
-        self._elsewhere = [
-            lanes.worker(name) is not lanes.control for name in lanes.names
-        ]
         self._asked_s = 0.0
         self._planned_s = 0.0
 
@@ -178,6 +170,7 @@ class RealLayerStep(LayerStep):
             self.begin(s)
             self._decided_s = lanes.now_s
         plan = planner.plan(s, self._decided_s)
+        self.answered += 1
         self._note_plan(planner.work, plan)
         self._make_ready(planner.work, plan)
 
@@ -185,7 +178,6 @@ class RealLayerStep(LayerStep):
         with lanes.lock:
             self._launched_s = lanes.now_s
             self.launch(s)
-        self.dispatch_s.append(lanes.clock_s() - self._planned_s)
         self._unserved = self._part(LAUNCH, self._launched_s)
         lanes.control.serve(self._is_computed)
 
@@ -245,7 +237,6 @@ class RealLayerStep(LayerStep):
         )
         if self.planner.alters_now:
             self._memories.job.reroute(*self.planner.used_routing())
-        self.hand_off_s.append(np.nan)
 
     # -- what is really done ----------------------------------------------------------
 
@@ -294,7 +285,6 @@ class RealLayerStep(LayerStep):
                     task.nbytes,
                 )
             )
-            self._note_hand_off(task)
             if self._timeline.operations is not None:
                 self._timeline.operations.add(part_of(task))
 
@@ -460,12 +450,3 @@ class RealLayerStep(LayerStep):
             end_s=end_s,
             nbytes=0,
         )
-
-    def _note_hand_off(self, task: Task) -> None:
-        """Note when the first other worker has begun after planning."""
-        if not self.hand_off_s or task.kind == DENSE:
-            return
-        if not self._elsewhere[task.lane] or not np.isnan(self.hand_off_s[-1]):
-            return
-        if task.start_s >= self._planned_s:
-            self.hand_off_s[-1] = task.start_s - self._planned_s

@@ -17,10 +17,12 @@ import datetime as dt
 import os
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 
 from moesim.base.host_limits import (
@@ -467,10 +469,7 @@ class ThreadEvidence:
             self._schedstat = -1
 
 
-_STAT: Final = Path("/proc/stat")
 _PRESSURE: Final = Path("/proc/pressure/cpu")
-_STEAL: Final = 8
-"""Place of stolen ticks in the first line of ``/proc/stat``; see proc(5)."""
 _UNKNOWN: Final = float("nan")
 
 
@@ -490,11 +489,10 @@ class SystemEvidence:
     """Reads the machine's counters, and remembers them until the next reading.
 
     Args:
-        stat, pressure: files of the kernel.
+        pressure: the kernel's file of it.
     """
 
-    def __init__(self, stat: Path = _STAT, pressure: Path = _PRESSURE) -> None:
-        self._stat = stat
+    def __init__(self, pressure: Path = _PRESSURE) -> None:
         self._pressure = pressure
         self._before = self._read()
 
@@ -502,31 +500,24 @@ class SystemEvidence:
         """Return what was counted since the reading before."""
         before = self._before
         now = self._before = self._read()
-        ticks, stolen, pressure_s, at_s = (
+        ticks_s, stolen_s, pressure_s, at_s = (
             later - earlier for later, earlier in zip(now, before, strict=True)
         )
         return SystemShares(
-            stolen=stolen / ticks if ticks > 0 else _UNKNOWN,
+            stolen=stolen_s / ticks_s if ticks_s > 0 else _UNKNOWN,
             # Clocks of two counters differ a little. NaN first: it is what stays.
             pressure=min(pressure_s / at_s, 1.0),
         )
 
     def _read(self) -> tuple[float, float, float, float]:
-        """Ticks of all cores, stolen ones among them, seconds of pressure, and when."""
-        ticks = stolen = pressure_s = _UNKNOWN
-        try:
-            fields = self._stat.read_text(encoding="ascii").split("\n", 1)[0].split()
-            # Guests' ticks, behind the stolen ones, are counted among users' as well.
-            counts = [int(field) for field in fields[1 : _STEAL + 1]]
-            if len(counts) == _STEAL:
-                ticks = float(sum(counts))
-                stolen = float(counts[-1])
-        except (OSError, ValueError):
-            pass
-        try:
+        """Seconds of all cores, stolen ones, seconds of pressure, and when."""
+        times = psutil.cpu_times()._asdict()
+        # Guests' time is counted among users' as well.
+        spent_s = sum(s for name, s in times.items() if not name.startswith("guest"))
+        pressure_s = _UNKNOWN
+        with suppress(OSError, ValueError):
             for line in self._pressure.read_text(encoding="ascii").splitlines():
                 if line.startswith("some "):
                     pressure_s = int(line.rpartition("total=")[2]) * 1e-6
-        except (OSError, ValueError):
-            pass
-        return ticks, stolen, pressure_s, time.perf_counter()
+        stolen_s = times.get("steal", _UNKNOWN)
+        return spent_s, stolen_s, pressure_s, time.perf_counter()

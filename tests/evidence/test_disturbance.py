@@ -5,9 +5,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 from support.real_machine import host_profile
 
@@ -109,26 +111,24 @@ def test_disturbed_repetitions_are_left_out_whatever_their_length():
     assert undisturbed_medians(lengths_s, lost).tolist() == [2, 2, 1]
 
 
-def test_what_a_hypervisor_takes_is_a_share_of_all_cores(tmp_path):
-    """Of 100 further ticks 25 were stolen; guests' ticks are users' as well."""
-    stat = tmp_path / "stat"
+def test_what_a_hypervisor_takes_is_a_share_of_all_cores(tmp_path, monkeypatch):
+    """Of 100 further seconds 25 were stolen; guests' are users' as well. Where nothing is
+    counted nothing is known.
+    """
+    Times = namedtuple("Times", "user system idle steal guest")  # noqa: PYI024
+    read = iter([Times(10, 10, 80, 5, 7), Times(50, 10, 115, 30, 9)])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: next(read))
     pressure = tmp_path / "cpu"
-    stat.write_text("cpu  10 0 10 80 0 0 0 5 7 0\ncpu0 1 1\n")
     pressure.write_text("some avg10=0.0 avg60=0.0 avg300=0.0 total=0\nfull total=9\n")
-    evidence = SystemEvidence(stat, pressure)
-    stat.write_text("cpu  50 0 10 115 0 0 0 30 9 0\ncpu0 1 1\n")
+    evidence = SystemEvidence(pressure)
     pressure.write_text("some avg10=0.0 total=3600000000\nfull total=9\n")
     shares = evidence.shares()
     assert shares.stolen == 0.25
     assert shares.pressure == 1.0, "an hour of it since a moment ago"
 
-
-def test_where_nothing_is_counted_nothing_is_known(tmp_path):
-    evidence = SystemEvidence(tmp_path / "none", tmp_path / "none")
-    assert np.isnan(evidence.shares()).all()
-    (tmp_path / "old").write_text("cpu  1 2 3 4\n")
-    evidence = SystemEvidence(tmp_path / "old", tmp_path / "old")
-    assert np.isnan(evidence.shares()).all()
+    Elsewhere = namedtuple("Elsewhere", "user system idle")  # noqa: PYI024
+    monkeypatch.setattr(psutil, "cpu_times", lambda: Elsewhere(1, 2, 3))
+    assert np.isnan(SystemEvidence(tmp_path / "none").shares()).all()
     assert _system_reports([SystemShares(float("nan"), 0.5)]).keys() == {PRESSURE}
 
 
