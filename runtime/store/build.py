@@ -15,8 +15,8 @@ parameters of its experts modules. `CheckpointSource` borrows that knowledge, bu
 applies it to one expert at a time: it builds the model without memory (on the ``meta``
 device), asks the library which checkpoint tensors feed which parameter, and runs the
 library's own conversion on the tensors of one expert. So nothing here knows a model by
-name, and memory holds one expert, not sixty gigabytes. A conversion that mixes experts
-(none of the common ones does) is refused.
+name, and memory holds one expert, not sixty gigabytes. Only a conversion that mixes
+experts (few do) needs a layer's full parameter at once.
 
 E routed experts, H hidden, F expert intermediate.
 """
@@ -442,6 +442,10 @@ class CheckpointSource:
         self.experts = tuple(block.count for block in self._blocks)
         self._recipes = self._plan()
 
+        # Converted parameters of one layer, where they cannot be made per expert.
+        self._converted: dict[str, torch.Tensor] = {}
+        self._converted_layer = -1
+
     def expert(self, layer: int, expert: int) -> Sequence[torch.Tensor]:
         """Read and convert one expert."""
         block = self._blocks[layer]
@@ -514,10 +518,7 @@ class CheckpointSource:
             keys = {pattern: [keys[expert]] for pattern, keys in recipe.keys.items()}
             part = self._convert(target, keys)
         else:
-            raise StoreError(
-                f"{self.directory}: {target}: expected a conversion of one expert after"
-                " the other, found one that mixes them; this model cannot be offloaded"
-            )
+            part = self._full_parameter(layer, target)[expert : expert + 1]
 
         # A conversion that we misread would else fill the store with nonsense.
         expected = (1, *self._skeleton.get_parameter(target).shape[1:])
@@ -527,6 +528,16 @@ class CheckpointSource:
                 f" {tuple(part.shape)}"
             )
         return part
+
+    def _full_parameter(self, layer: int, target: str) -> torch.Tensor:
+        """Convert a parameter of all experts [E, …]; those of one layer are kept."""
+        if self._converted_layer != layer:
+            self._converted.clear()
+            self._converted_layer = layer
+        if target not in self._converted:
+            keys = self._recipes[target].keys
+            self._converted[target] = self._convert(target, keys)
+        return self._converted[target]
 
     def _convert(self, target: str, keys: dict[str, list[str]]) -> torch.Tensor:
         """Run the library's conversion on some tensors."""
