@@ -26,8 +26,8 @@ demo: build ## measure this PC, record routing, run it for real and simulated, c
 	$(BIN)/moesim record out/demo/trace.parquet --prompts README.md --limit 4 --new-tokens 64 --temperature 1
 	$(BIN)/moesim validate out/demo/trace.parquet --hw out/demo/hw.toml --policy all-cpu+none,on-demand+lru,greedy+lru \
 		--cache-ratio 0.25 --batch 1 --shape olmoe-1b-7b/4 --steps 12 --repetitions 2
-	$(BIN)/moesim compare gpt-oss-20b-like --hw rtx4060ti --gpu-memory 8GiB --out out/demo/packaged --perfetto out/demo/packaged.json
-	$(BIN)/moesim compare gpt-oss-20b-like --hw out/demo/hw.toml --cache-ratio 0.25 --out out/demo/own
+	$(BIN)/moesim compare gpt-oss-20b-like --hw rtx4060ti --gpu-memory 8GiB --html out/demo/packaged.html --perfetto out/demo/packaged.json
+	$(BIN)/moesim compare gpt-oss-20b-like --hw out/demo/hw.toml --cache-ratio 0.25 --html out/demo/own.html
 
 test: build ## all tests (CPU only; gpu tests add themselves where CUDA is there)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

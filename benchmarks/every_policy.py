@@ -50,7 +50,7 @@ from moesim.runs.measured import execute
 from moesim.runs.setup import Setup, check_needs, needed_columns
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
 from moesim.runtime.models.dense import DenseStack
-from moesim.runtime.train_cache import Recipe, train
+from moesim.runtime.train_cache import train
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
@@ -145,7 +145,7 @@ class Bench:
         self.artefacts = folder / f"{trace.path.stem}-learned"
         self.artefacts.mkdir()
         training = list(compose_steps(trace, steps=TRAINED_STEPS))
-        train(training, trace.shape, Recipe(epochs=1)).save(
+        train(training, trace.shape, epochs=1).save(
             self.artefacts / "flashmoe.safetensors"
         )
         self._walks: dict[tuple[str, ...], list[RoutedStep]] = {}

@@ -1,11 +1,15 @@
-"""Trains FlashMoE's cache policy: its recipe, samples from the accesses of a trace, and
-the network.
+"""Trains FlashMoE's cache policy: samples from the accesses of a trace, and the
+network.
 
 The teacher is hindsight. While a trace passes, each layer step gives one sample: the
 `History` of every expert as the policy would see it, and what came afterwards.
 
 All layers are trained side by side, as stacked matrices, but share nothing: each keeps
 the weights of its own best epoch on the validation part.
+
+Source: FlashMoE (arXiv 2601.17063), its training; CECAR, `ML_Train.py`, for what is
+learned: the steps until the next use, which serve every cache size. The paper says
+"masked" labels, whose formula is not printed.
 
 S layer steps of one layer, L MoE layers, N experts per layer, B samples of a batch.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -38,59 +42,48 @@ if TYPE_CHECKING:
 HORIZONS: Final = {64: 48, 128: 98}
 """CECAR's horizon K by experts per layer."""
 
+HIDDEN: Final = 128
+"""h of the paper's table; 64 gives its 113 KB per layer."""
+EPOCHS: Final = 200
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """The constants of the training.
+# The paper's "learning rate decay 1e-2" is read as weight decay.
+_LEARNING_RATE: Final = 1e-3
+_WEIGHT_DECAY: Final = 1e-2
 
-    Attributes:
-        hidden: h; 128 is the paper's table, 64 gives its 113 KB per layer.
-        horizon: K, distances beyond it look the same; none takes 48 for 64 experts and
-            98 for 128 (CECAR), else 3N/4; but no more than the validation steps, which
-            could not show a longer distance.
-        learning_rate, weight_decay: of AdamW; the paper's "learning rate decay 1e-2" is
-            read as weight decay.
-        epochs: at most so many.
-        batch: layer steps per gradient step (CECAR); fewer where an epoch would have
-            less than eight of them.
-        patience: epochs without any layer improving by a thousandth before training
-            stops (ours; CECAR waits 5).
-        validation: share of the training steps, the last ones, that only decide when to
-            stop.
+# Layer steps per gradient step (CECAR), but at least so many of these per epoch: else a
+# short trace would take one.
+_BATCH: Final = 256
+_LEAST_BATCHES: Final = 8
 
-    Source: FlashMoE (arXiv 2601.17063), its training; CECAR, `ML_Train.py`, for what is
-    learned: the steps until the next use, which serve every cache size. The paper says
-    "masked" labels, whose formula is not printed.
-    """
+# Epochs without any layer improving before training stops (ours; CECAR waits 5). A
+# layer improves if its loss falls by a thousandth: less is noise.
+_PATIENCE: Final = 10
+_IMPROVEMENT: Final = 0.999
 
-    hidden: int = 128
-    horizon: int | None = None
-    learning_rate: float = 1e-3
-    weight_decay: float = 1e-2
-    epochs: int = 200
-    batch: int = 256
-    patience: int = 10
-    validation: float = 0.2
-
-    def validation_steps(self, steps: int) -> int:
-        """Return how many of so many training steps only decide when to stop."""
-        return max(1, round(self.validation * steps))
-
-    def horizon_for(self, experts: int, steps: int) -> int:
-        """K, >= 2, for so many experts per layer and training steps."""
-        if self.horizon is not None:
-            return self.horizon
-        usual = HORIZONS.get(experts, round(0.75 * experts))
-        # At least 2: the scaled distance divides by K - 1.
-        return max(2, min(usual, self.validation_steps(steps)))
-
+# Share of the training steps, the last ones, that only decide when to stop.
+_VALIDATION: Final = 0.2
 
 LEAST_STEPS: Final = 20
 
 
-def observe(
-    steps: Iterable[RoutedStep], shape: ModelShape, recipe: Recipe
-) -> list[torch.Tensor]:
+def validation_steps(steps: int) -> int:
+    """Return how many of so many training steps only decide when to stop."""
+    return max(1, round(_VALIDATION * steps))
+
+
+def horizon_for(experts: int, steps: int) -> int:
+    """K, >= 2, for so many experts per layer and training steps: distances beyond it
+    look the same.
+
+    48 for 64 experts and 98 for 128 (CECAR), else 3N/4; but no more than the validation
+    steps, which could not show a longer distance.
+    """
+    usual = HORIZONS.get(experts, round(0.75 * experts))
+    # At least 2: the scaled distance divides by K - 1.
+    return max(2, min(usual, validation_steps(steps)))
+
+
+def observe(steps: Iterable[RoutedStep], shape: ModelShape) -> list[torch.Tensor]:
     """Walk a trace to count its steps, and for features and distances.
 
     Returns:
@@ -118,7 +111,7 @@ def observe(
         for layer in range(shape.layers):
             of_step[layer] = history.features(layer)
 
-    horizon = recipe.horizon_for(shape.experts, count)
+    horizon = horizon_for(shape.experts, count)
     return list(map(torch.from_numpy, (features, *distance_labels(active, horizon))))
 
 
@@ -160,13 +153,6 @@ def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.nd
     return distance, unseen
 
 
-# A layer improves if its loss falls by a thousandth: less is noise.
-_IMPROVEMENT: Final = 0.999
-
-# Else a short trace would take one gradient step per epoch.
-_LEAST_BATCHES: Final = 8
-
-
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A trained network and how it came about; `facts` is plain JSON."""
@@ -184,8 +170,9 @@ class Trained:
 def train(
     steps: Iterable[RoutedStep],
     shape: ModelShape,
-    recipe: Recipe | None = None,
     *,
+    hidden: int = HIDDEN,
+    epochs: int = EPOCHS,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Trained:
@@ -195,7 +182,8 @@ def train(
         steps: the training part in replay order, numbered from 0; it is walked more
             than once.
         shape: the model.
-        recipe: the constants; the defaults where None.
+        hidden: h, units of the two inner layers.
+        epochs: at most so many.
         seed: of the first weights and the order of samples. One thread does the work,
             so equal seeds give equal bytes.
         progress: called with the number of finished epochs.
@@ -203,11 +191,10 @@ def train(
     Raises:
         TraceError: too few steps.
     """
-    recipe = recipe or Recipe()
     begin_s = time.perf_counter()
-    samples = observe(steps, shape, recipe)
+    samples = observe(steps, shape)
     count = len(samples[0])
-    training_steps = count - recipe.validation_steps(count)
+    training_steps = count - validation_steps(count)
 
     # Several threads add in an order of their own, and sums depend on it.
     threads = torch.get_num_threads()
@@ -216,7 +203,8 @@ def train(
         network, progress_facts = _fit(
             [array[:training_steps] for array in samples],
             [array[training_steps:] for array in samples],
-            recipe,
+            hidden,
+            epochs,
             seed,
             progress,
         )
@@ -225,8 +213,8 @@ def train(
     return Trained(
         network,
         {
-            **asdict(recipe),
-            "horizon": recipe.horizon_for(shape.experts, count),
+            "hidden": hidden,
+            "horizon": horizon_for(shape.experts, count),
             "model": shape.name,
             "layers": shape.layers,
             "experts": shape.experts,
@@ -254,33 +242,34 @@ def forward(parameters: Sequence[torch.Tensor], features: torch.Tensor) -> torch
 def _fit(
     samples: Sequence[torch.Tensor],
     held_out: Sequence[torch.Tensor],
-    recipe: Recipe,
+    hidden: int,
+    epochs: int,
     seed: int,
     progress: Callable[[int], None] | None,
 ) -> tuple[Network, dict[str, Any]]:
     """Descend until no layer improves any more; keep each layer's best epoch."""
     count, layers, experts = samples[1].shape
-    parameters = _initial(layers, experts, recipe.hidden, seed)
+    parameters = _initial(layers, experts, hidden, seed)
     optimizer = torch.optim.AdamW(
-        parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+        parameters, lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
     )
     draws = torch.Generator().manual_seed(seed)
-    batch = min(recipe.batch, max(1, count // _LEAST_BATCHES))
+    batch = min(_BATCH, max(1, count // _LEAST_BATCHES))
 
     # The first weights count as an epoch: training may only make it worse.
     best = [parameter.detach().clone() for parameter in parameters]
     best_epochs = torch.zeros(layers, dtype=torch.int64)
-    first = lowest = _evaluate(parameters, held_out, recipe.batch)
+    first = lowest = _evaluate(parameters, held_out)
     improved = 0
     epoch = 0
-    for epoch in range(1, recipe.epochs + 1):
+    for epoch in range(1, epochs + 1):
         for rows in torch.randperm(count, generator=draws).split(batch):
             optimizer.zero_grad()
             # Layers share no weights, so the gradient of the sum is that of each.
             _losses(parameters, samples, rows).sum().backward()
             optimizer.step()
 
-        loss = _evaluate(parameters, held_out, recipe.batch)
+        loss = _evaluate(parameters, held_out)
         if (loss < _IMPROVEMENT * lowest).any():
             improved = epoch
         better = loss < lowest
@@ -291,7 +280,7 @@ def _fit(
 
         if progress is not None:
             progress(epoch)
-        if epoch - improved >= recipe.patience:
+        if epoch - improved >= _PATIENCE:
             break
 
     facts = {
@@ -333,11 +322,11 @@ def _losses(
 
 @torch.no_grad()
 def _evaluate(
-    parameters: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], batch: int
+    parameters: Sequence[torch.Tensor], samples: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Loss of each layer over all samples, [L]: batches weigh by their steps."""
     rows = torch.arange(len(samples[0]))
     losses = [
-        _losses(parameters, samples, part) * len(part) for part in rows.split(batch)
+        _losses(parameters, samples, part) * len(part) for part in rows.split(_BATCH)
     ]
     return torch.stack(losses).sum(dim=0) / len(rows)

@@ -11,8 +11,7 @@ and prefetch by those of the clairvoyant system, whose rules are searched for th
 (`moesim.runs.clairvoyant`), and planning (-> none). A substitute is an offer: a policy
 that knows the future also knows when it would hurt, so a set of offers is worth its
 fastest mix. Hence no share is negative, and the *ceiling* is the fastest mix of all: a
-schedule that was carried out, from the policy's own start and in its memories. What the
-clairvoyant system takes with a start and memories of its own is stated beside it. What
+schedule that was carried out, from the policy's own start and in its memories. What
 no schedule can beat is another question (`moesim.runs.bound`).
 """
 
@@ -46,7 +45,7 @@ from moesim.reporting.parts import Column, Listing, records, trace_words
 from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.replay import clairvoyant_rules, replay, simulated
+from moesim.runs.replay import clairvoyant_rules, simulated
 from moesim.runs.setup import Setup, begins, load_artefacts, refuse_arrivals, trace_of
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.timeline.spans import Timeline
@@ -261,7 +260,6 @@ class Gap:
             is``.
         config: effective configuration.
         bound: what no schedule can beat; None where there is none.
-        clairvoyant_s: of the clairvoyant system as it begins by itself.
     """
 
     policy_s: float
@@ -271,7 +269,6 @@ class Gap:
     mixes: dict[str, float]
     config: dict[str, Any] = field(default_factory=dict)
     bound: Bound | MemoryBound | None = None
-    clairvoyant_s: float | None = None
 
     @property
     def gap_s(self) -> float:
@@ -280,10 +277,7 @@ class Gap:
 
     def to_json(self) -> dict[str, Any]:
         """Return one object; parts by name."""
-        names = (
-            *("policy_s", "ceiling_s", "clairvoyant_s", "gap_s", "resident_s"),
-            *("mixes", "config"),
-        )
+        names = (*("policy_s", "ceiling_s", "gap_s", "resident_s", "mixes", "config"),)
         bound = None
         if self.bound is not None:
             bound = self.bound.to_json(self.policy_s)
@@ -401,7 +395,6 @@ def gap(
     candidates = [MixReplays(setup, walk, future, each) for each in (best, CEILING)]
     replays = min(candidates, key=MixReplays.ceiling_s)
     result = decompose(replays, progress)
-    result.clairvoyant_s = float(replay(rules, keep=False).metrics["makespan_s"])
     result.bound = bound_of(config.replaced(trace=opened))
     result.config = setup.effective_config(opened) | {
         "begins": begins(setup.planner(), setup.calibration),
@@ -435,11 +428,6 @@ def gap_answer(report: Gap) -> Answer:
         ("gap", f"{ms(report.gap_s)}, {percent(report.gap_s / whole_s)}"),
         ("all on the GPU", f"{ms(report.resident_s)}, if GPUs held every expert"),
     ]
-    own_s = report.clairvoyant_s
-    if own_s is not None and own_s < report.ceiling_s:
-        facts.append(
-            ("other start", f"{ms(own_s)}: clairvoyant, with a start of its own")
-        )
     if report.bound is not None:
         words = report.bound.words(report.policy_s)
         free = "no schedule is faster, unless decisions take no time"

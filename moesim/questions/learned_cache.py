@@ -8,10 +8,7 @@ every miss admitted, while its evictions are recorded.
 from __future__ import annotations
 
 import hashlib
-import timeit
 from dataclasses import replace
-from itertools import cycle
-from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -66,10 +63,8 @@ def evaluate(
 
     Returns:
         For each ``policy`` its ``hit_rate``, its ``evictions``, and of these, None
-        where there were none: ``optimal``, the share whose victim is used no sooner
-        than any expert that could have left instead (ties are optimal), as Belady would
-        have done with the same cache; ``refetch_5``, the share whose victim is used
-        again within five steps; ``delay_steps`` (`mean_delay`).
+        where there were none: ``refetch_5``, the share whose victim is used again
+        within five steps; ``delay_steps`` (`mean_delay`).
 
     Raises:
         PolicyError: an unknown policy, a network that does not fit, or a policy that
@@ -103,7 +98,6 @@ def evaluate(
                 "policy": spec,
                 "hit_rate": hit_rate,
                 "evictions": evictions,
-                "optimal": recorder.optimal / evictions if evictions else None,
                 "refetch_5": recorder.soon / evictions if evictions else None,
                 "delay_steps": mean_delay(recorder.stays, belady.stays),
             }
@@ -137,16 +131,14 @@ def per_request(
     ]
 
 
-def cache_sizes(shape: ModelShape, *ratios: float) -> list[int]:
-    """Return slots per layer for `ratios` and the usual `RATIOS`, where a choice
-    exists.
+def cache_sizes(shape: ModelShape) -> list[int]:
+    """Return slots per layer for `RATIOS`, where a choice exists.
 
     With no more slots than one token has experts every policy of this comparison does
     the same.
     """
-    # A set: a requested ratio may round to a usual size.
-    counts = {round(ratio * shape.experts) for ratio in (*RATIOS, *ratios)}
-    return sorted(count for count in counts if shape.top_k < count < shape.experts)
+    counts = [round(ratio * shape.experts) for ratio in RATIOS]
+    return [count for count in counts if shape.top_k < count < shape.experts]
 
 
 def report(
@@ -188,24 +180,8 @@ def report(
         "model": shape.name,
         "held_out_steps": [start, start + len(held_out)],
         "training": dict(facts),
-        "evaluation_s": evaluation_s(trained),
         "rows": rows,
     }
-
-
-def evaluation_s(trained: Network) -> float:
-    """Measure the median seconds of one evaluation of one layer on this machine, with
-    numpy.
-    """
-    # Any numbers will do: a product takes as long whatever it multiplies.
-    features = np.linspace(0.0, 1.0, 2 * trained.experts, dtype=np.float32)
-    # Layers take turns, as in a run: weights of the last one are not in the cache.
-    layers = cycle(range(trained.layers))
-
-    def evaluate_next() -> None:
-        trained.evaluate(next(layers), features)
-
-    return median(timeit.repeat(evaluate_next, number=1, repeat=200))
 
 
 _COLUMNS = [
@@ -214,7 +190,6 @@ _COLUMNS = [
     Column("policy", "policy"),
     Column("hit_rate", "hit rate", "share"),
     Column("evictions", "evictions"),
-    Column("optimal", "optimal", "share"),
     Column("refetch_5", "used again within 5", "share"),
     Column("delay_steps", "delay, steps"),
 ]
@@ -233,8 +208,7 @@ def learned_answer(report: Mapping[str, Any]) -> Answer:
         f" {report['trace']}; every cache is empty at first and admits every miss,"
         " step-atomic",
         "network": f"K = {facts['horizon']}, h = {facts['hidden']}, seed"
-        f" {facts['seed']}; {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
-        f" {report['evaluation_s'] * 1e6:.0f} µs per evaluation here",
+        f" {facts['seed']}; {facts['bytes_per_layer'] / 1024:.1f} KiB per layer",
         "training": f"{facts['training_steps']:,} training and"
         f" {facts['validation_steps']:,} validation steps, {facts['epochs_run']} epochs"
         f" in {facts['seconds_s']:.0f} s, validation loss"
@@ -279,7 +253,7 @@ SOON_STEPS = 5
 
 
 class EvictionRecorder:
-    """Records how long experts stay in a cache, and judges every eviction.
+    """Records how long experts stay in a cache, and what was evicted too early.
 
     An observer (`moesim.engine.observers`) of `CALLS`.
 
@@ -293,7 +267,6 @@ class EvictionRecorder:
         stays: flat key, first and last step of each finished stay in the cache, in
             order; -1 where it was there from the start.
         evictions: how many.
-        optimal: those that were the best choice.
         soon: those of experts used again within `SOON_STEPS`.
 
     Raises:
@@ -311,7 +284,6 @@ class EvictionRecorder:
             )
         self.stays: list[tuple[int, int, int]] = []
         self.evictions = 0
-        self.optimal = 0
         self.soon = 0
         self._future = future
         self._experts = experts
@@ -329,26 +301,18 @@ class EvictionRecorder:
                 (key,) = arguments
                 self.stays.append((key, self._entered.pop(key, -1), self.step))
             case "victims":
-                _, candidates, chosen = arguments
-                self._judge(np.array(chosen), np.array(candidates))
+                self._judge(np.array(arguments[2]))
 
-    def _judge(self, chosen: np.ndarray, candidates: np.ndarray) -> None:
-        """Compare victims with those that hindsight would have named."""
+    def _judge(self, chosen: np.ndarray) -> None:
+        """Count victims that are used again soon; they are of one layer."""
         assert chosen.min() >= 0, "every policy of the comparison admits every miss"
 
-        # Candidates are of one layer, and ascend.
-        layer = int(candidates[0]) // self._experts
-        experts = candidates - layer * self._experts
+        layer = int(chosen[0]) // self._experts
+        experts = chosen - layer * self._experts
         next_uses = self._future.next_uses(self.step, layer, experts)
-        of_victims = next_uses[np.searchsorted(candidates, chosen)]
-
-        # Belady would take those that are used last; ties are as good.
-        count = len(chosen)
-        threshold = np.sort(next_uses)[-count]
-        used_again = of_victims < self._future.never
-        within_steps = of_victims - self.step <= SOON_STEPS
-        self.evictions += count
-        self.optimal += int((of_victims >= threshold).sum())
+        used_again = next_uses < self._future.never
+        within_steps = next_uses - self.step <= SOON_STEPS
+        self.evictions += len(chosen)
         self.soon += int((used_again & within_steps).sum())
 
 

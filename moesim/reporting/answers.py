@@ -84,21 +84,14 @@ class Answer:
         figure = self.figures[name]
         return figure(**options) if callable(figure) else figure
 
-    def plot(
-        self,
-        name: str | None = None,
-        ax: Any = None,
-        *,
-        measure: str | None = None,
-        **options: Any,
-    ) -> Any:
+    def plot(self, name: str | None = None, ax: Any = None, **options: Any) -> Any:
         """Draw a figure with matplotlib; return its Axes.
 
         Args:
             name, options: as `figure` takes them.
-            ax, measure: as `moesim.reporting.figures.Figure.draw` takes them.
+            ax: as `moesim.reporting.figures.Figure.draw` takes it.
         """
-        return self.figure(name, **options).draw(ax, measure=measure)
+        return self.figure(name, **options).draw(ax)
 
     # Views.
 

@@ -168,42 +168,24 @@ class Figure:
         groups = self.rows.groupby(self.panel, sort=False)
         return [(str(name), replace(self, rows=rows)) for name, rows in groups]
 
-    def measured_by(self, column: str | None) -> Figure:
-        """The figure of another of its measures.
-
-        Raises:
-            ConfigError: it has none of this name.
-        """
-        if column is None:
-            return self
-        known = {axis.column: axis for axis in self.measures}
-        if column not in known:
-            raise ConfigError(
-                f"measure: expected one of {', '.join(known) or 'none'}, got {column!r}"
-            )
-        other: dict[str, Any] = {self.side: known[column]}
-        return replace(self, low=None, high=None, text=None, **other)
-
-    def draw(self, ax: Any = None, *, measure: str | None = None) -> Any:
+    def draw(self, ax: Any = None) -> Any:
         """Draw it.
 
         Args:
             ax: Axes of matplotlib, or as many as there are panels; None makes some.
-            measure: another of `measures`, without its interval.
 
         Returns:
             The Axes; an array of them where there are several panels.
 
         Raises:
-            ConfigError: another number of Axes than of panels, or an unknown measure.
+            ConfigError: another number of Axes than of panels.
         """
-        figure = self.measured_by(measure)
-        panels = figure.panels()
+        panels = self.panels()
         if ax is None:
             import matplotlib.pyplot as plt  # noqa: PLC0415 - half a second
 
-            size = figure.size_inches()
-            axes = figure.new_axes(plt.figure(figsize=size, layout="constrained"))
+            size = self.size_inches()
+            axes = self.new_axes(plt.figure(figsize=size, layout="constrained"))
         else:
             axes = list(np.atleast_1d(np.asarray(ax, object)).ravel())
         if len(axes) != len(panels):
@@ -213,16 +195,16 @@ class Figure:
         if not all(hasattr(each, "barh") for each in axes):
             raise ConfigError(f"ax: expected Axes of matplotlib, got {ax!r}")
         for each, (name, panel) in zip(axes, panels, strict=True):
-            _draw(panel, each, figure.names())
+            _draw(panel, each, self.names())
             if name:
                 each.set_title(name)
         # Axes may share limits, which hold the marks of all of them.
         for each in axes:
-            _dress(each.xaxis, figure.x, narrow=len(panels) > 1)
-            _dress(each.yaxis, figure.y)
-            if figure.y.order is not None:
-                each.set_ylim(len(figure.y.order) - 0.5, -0.5)
-        _explain(figure, axes)
+            _dress(each.xaxis, self.x, narrow=len(panels) > 1)
+            _dress(each.yaxis, self.y)
+            if self.y.order is not None:
+                each.set_ylim(len(self.y.order) - 0.5, -0.5)
+        _explain(self, axes)
         return axes[0] if self.panel is None else np.array(axes, object)
 
     def size_inches(self) -> tuple[float, float]:
@@ -238,7 +220,7 @@ class Figure:
             return 0.55 * width * across, 0.8 * height * -(-count // across)
         return width, height
 
-    def save(self, path: str | Path, *, measure: str | None = None) -> Path:
+    def save(self, path: str | Path) -> Path:
         """Write a picture in the style of screens; the same bytes every time.
 
         Raises:
@@ -259,7 +241,7 @@ class Figure:
         with styles.context(style("screen"), after_reset=True):
             picture = canvas.Figure(figsize=self.size_inches())
             axes = self.new_axes(picture)
-            self.draw(axes, measure=measure)
+            self.draw(axes)
             picture.savefig(buffer, format=kind[1:], metadata=dateless.get(kind))
         write_bytes(path, buffer.getvalue())
         return path

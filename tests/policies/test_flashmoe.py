@@ -35,7 +35,7 @@ from moesim.questions.learned_cache import EvictionRecorder, check_held_out, spl
 from moesim.runs import replay as api
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import load_artefacts
-from moesim.runtime.train_cache import Recipe, distance_labels, forward, train
+from moesim.runtime.train_cache import distance_labels, forward, horizon_for, train
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
@@ -92,8 +92,7 @@ def test_section_5_4_horizons(experts, steps, horizon):
     """CECAR's two, ours between and beyond, and never more than the fifth of the steps
     that validates.
     """
-    assert Recipe().horizon_for(experts, steps) == horizon
-    assert Recipe(horizon=7).horizon_for(experts, steps) == 7
+    assert horizon_for(experts, steps) == horizon
 
 
 def test_section_5_4_distances_are_strictly_later_and_bounded_by_the_end_of_the_trace():
@@ -134,7 +133,7 @@ def test_numpy_evaluates_what_torch_trained():
     trained = train(
         steps(*[[routed(layer, row[layer]) for layer in range(3)] for row in drawn]),
         model,
-        Recipe(epochs=3),
+        epochs=3,
     )
     features = np.random.default_rng(1).random((3, 5, 16), np.float32)
     expected = forward(
@@ -150,9 +149,7 @@ def test_numpy_evaluates_what_torch_trained():
 def test_equal_seeds_train_equal_bytes(tmp_path):
     contents = []
     for seed, name in ((1, "a"), (1, "b"), (2, "c")):
-        trained = train(
-            passes(*[0, 1, 2, 3] * 10), shape(), Recipe(epochs=2), seed=seed
-        )
+        trained = train(passes(*[0, 1, 2, 3] * 10), shape(), epochs=2, seed=seed)
         contents.append(b"".join(array.tobytes() for array in trained.network))
         trained.save(tmp_path / f"{name}.safetensors")
     assert contents[0] == contents[1] != contents[2]
@@ -307,9 +304,7 @@ def test_learned_on_the_shipped_calibration_trace_it_beats_lru_and_lfru_on_the_e
         open_trace(data / f"tiny_{part}.parquet")
         for part in ("calibration", "evaluation")
     )
-    trained = train(
-        list(compose(calibration)), calibration.shape, Recipe(hidden=64, epochs=15)
-    )
+    trained = train(list(compose(calibration)), calibration.shape, hidden=64, epochs=15)
     policies = ("flashmoe", "lru", "lfru", learned.BOUND)
     artefacts = {"flashmoe": trained.network._asdict()}
     evaluations = learned.evaluate(
@@ -321,25 +316,17 @@ def test_learned_on_the_shipped_calibration_trace_it_beats_lru_and_lfru_on_the_e
 
 
 def test_judging_by_hand():
-    """LRU, 2 slots, 0 1 2 0 1: it evicts 0 (used next step: 1 was better), 1 (the same)
-    and 2 (the best: never again).
+    """LRU, 2 slots, 0 1 2 0 1: it evicts 0 and 1, which are used next step, and 2, which
+    is never used again.
 
     Belady evicts 1 at step 2 and lets 0 stay until step 4, when 0 and 2 are both never
     used again: the lower id leaves.
     """
     (row,) = learned.evaluate(("lru",), passes(0, 1, 2, 0, 1), shape(), 2, {})
     assert (row["hit_rate"], row["evictions"]) == (0.0, 3)
-    assert row["optimal"] == pytest.approx(1 / 3)
     assert row["refetch_5"] == pytest.approx(2 / 3)
     # 1 leaves at step 3, Belady let it go at step 2; 0 and 2 never overstay.
     assert row["delay_steps"] == 1.0
-
-
-def test_a_belady_cache_only_ever_evicts_optimally():
-    drawn = np.random.default_rng(3).integers(0, 8, 200)
-    (row,) = learned.evaluate((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
-    assert row["optimal"] == 1.0
-    assert row["delay_steps"] is None
 
 
 def test_policies_that_decline_admissions_are_not_judged():
@@ -398,7 +385,7 @@ def test_what_is_held_out_has_no_part_in_the_network(tmp_path, tiny_shape):
     for end in (0, 5):
         accesses = [0, 1, 2, 3] * 15 + [end] * 20
         whole = passes(*accesses)
-        trained.append(train(whole[:60], model, Recipe(epochs=2)).network)
+        trained.append(train(whole[:60], model, epochs=2).network)
     assert all(np.array_equal(a, b) for a, b in zip(*trained, strict=True))
 
 
@@ -412,7 +399,7 @@ def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("learned")
     model = ModelShape("small", 3, 8, 2, 64, 32, (1 << 20,) * 3, 1 << 20)
     write_trace(folder / "t.parquet", model, [(4, 40)] * 4)
-    line = f"train-cache {folder}/t.parquet --out {folder}/out --cache-ratio 0.375"
+    line = f"train-cache {folder}/t.parquet --out {folder}/out"
     done = CliRunner().invoke(cli.app, f"{line} --hidden 16 --epochs 4".split())
     assert done.exit_code == 0, done.output
     return folder, folder / "out", done.stdout
@@ -426,7 +413,7 @@ def test_the_command_writes_network_and_report(command):
         "report.md",
     ]
     report = json.loads((out / "report.json").read_text())
-    assert {row["slots"] for row in report["rows"]} == {3, 4}
+    assert {row["slots"] for row in report["rows"]} == {4}
     rates = {row["policy"]: row["hit_rate"] for row in report["rows"]}
     alone = {"flashmoe", "lru", "lfu", "lfru", "arc", "lecar", learned.BOUND}
     by_request = {f"{name}{learned.BY_REQUEST}" for name in ("flashmoe", "lru")}
@@ -435,7 +422,7 @@ def test_the_command_writes_network_and_report(command):
     assert report["held_out_steps"] == [123, 164]
     text = (out / "report.md").read_text()
     for said in (text, printed):
-        assert said.count("points of hit rate") == 2
+        assert said.count("points of hit rate") == 1
 
 
 def test_the_trained_network_runs_in_a_replay_and_alone(command):

@@ -228,22 +228,14 @@ def test_where_all_fits_systems_begun_alike_are_within_two_per_cent(trace):
 # The command.
 
 
-def test_out_holds_page_picture_table_and_every_run(command, trace, tmp_path):
-    out = tmp_path / "c"
+def test_out_holds_the_tables_of_every_run(command, trace, tmp_path):
+    policies = "all-cpu,greedy+lfu:variant=perfect,tie=fifo"
     code, printed, _ = command(
-        "compare",
-        trace,
-        "--policy",
-        "all-cpu,greedy+lfu:variant=perfect,tie=fifo",
-        "--out",
-        out,
+        "compare", trace, "--policy", policies, "--out", tmp_path
     )
     assert code == 0
-    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "compare.html").stat().st_size > 10_000
-    assert len((out / "compare.csv").read_text().splitlines()) == 3
-    assert (out / "all-cpu" / "timeline.parquet").is_file()
-    assert (out / "greedy+lfu_variant=perfect,tie=fifo" / "run.json").is_file()
+    assert (tmp_path / "all-cpu" / "timeline.parquet").is_file()
+    assert (tmp_path / "greedy+lfu_variant=perfect,tie=fifo" / "run.json").is_file()
     assert "greedy+lfu:variant=perfect,tie=fifo" in printed
 
 
@@ -268,24 +260,13 @@ def test_systems_are_those_that_the_trace_can_serve(command, trace):
     """
     code, out, err = command("compare", trace, "--policy", "systems", "--steps", 2)
     assert code == 0
-    assert re.search(r"left out .*\bdali\b.*: .* lacks .*pred1_res", err)
+    assert re.search(r"left out dali: .*pred1_res", err)
     assert "\nllama.cpp " in out
     assert "\ndali " not in out
 
 
-def test_systems_that_the_trace_cannot_serve_are_left_out_in_one_line(command, bare):
-    code, out, err = command(
-        "compare", bare, "--policy", "smoe,hybrimoe,greedy,all-cpu", "--steps", 4
-    )
-    assert code == 0
-    assert "greedy" in out
-    (line,) = [line for line in err.splitlines() if "left out" in line]
-    assert line.startswith("note: left out smoe, hybrimoe: ")
-    assert "lacks pred1_raw" in line
-    assert "`moesim trace predict` adds synthetic ones" in line
-
-
-def test_where_nothing_is_left_the_way_out_is_named(command, bare):
-    assert refused(
-        command("compare", bare, "--policy", "smoe"), "pred1_raw", "trace predict"
-    )
+def test_a_policy_that_the_trace_cannot_serve_is_refused_with_the_way_out(
+    command, bare
+):
+    words = ("pred1_raw", "trace predict")
+    assert refused(command("compare", bare, "--policy", "smoe,greedy"), *words)

@@ -115,17 +115,3 @@ def test_an_interval_lies_along_what_is_measured_and_words_stand_behind_it():
         assert ax.texts[0].xy == (0.7, 0)
         assert ax.xaxis.get_major_formatter()(0.5, 0) == "50 %"
     plt.close("all")
-
-
-def test_another_measure_is_drawn_or_refused_by_name():
-    compared = moesim.compare("tiny", ["greedy"], hw="rtx4060ti", steps=2)
-    answer = moesim.answer(compared)
-    ax = answer.plot("policies", measure="hit_rate_active")
-    assert ax.get_xlabel() == "hit rate"
-    with pytest.raises(ConfigError, match="measure: expected one of seconds"):
-        answer.plot("policies", measure="speed")
-    placed = moesim.answer(compared.runs["greedy"]).plot(
-        "placement", measure="resident"
-    )
-    assert placed.figure.axes[-1].get_ylabel() == "resident when used"
-    plt.close("all")

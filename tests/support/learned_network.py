@@ -44,14 +44,12 @@ class Artefacts(Mapping[str, dict[str, np.ndarray]]):
 @cache
 def trained():
     """The network of the shipped model."""
-    from moesim.runtime.train_cache import Recipe, train
+    from moesim.runtime.train_cache import train
     from moesim.traces.format.batch import compose
     from moesim.traces.format.reader import open_trace
 
     calibration = open_trace(DATA / "tiny_calibration.parquet")
-    training = train(
-        list(compose(calibration)), calibration.shape, Recipe(hidden=16, epochs=8)
-    )
+    training = train(list(compose(calibration)), calibration.shape, hidden=16, epochs=8)
     assert (
         training.facts["validation_loss_best"] < training.facts["validation_loss_first"]
     )

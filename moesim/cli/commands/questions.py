@@ -2,17 +2,13 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moesim.base.inputs import check_input
 from moesim.base.options import (
-    PAGES,
-    PICTURES,
-    TABLES,
     TIMELINES,
     ConfigError,
     JsonOptions,
-    Options,
     PageOptions,
     TableOptions,
     file_option,
@@ -26,9 +22,6 @@ from moesim.base.options import (
 from moesim.cli import output
 from moesim.cli.options import check_device, device_option, from_dataclass
 from moesim.runs.config import CACHE_SIZES, RunConfig, of_run
-
-if TYPE_CHECKING:
-    from moesim.traces.format.reader import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,32 +42,10 @@ class CompareOptions(TableOptions):
     slots_per_layer: tuple[int, ...] = of_run("slots_per_layer", ())
     gpu_memory_bytes: tuple[int, ...] = of_run("gpu_memory_bytes", ())
     jobs: int | None = jobs_option()
-    out: Path | None = folder_option("Write tables, report and PNG there.")
-    png: Path | None = file_option("Draw it. Default: OUT/compare.png.", *PICTURES)
-    html: Path | None = file_option(
-        "Write a page, with which expert was where. Default: OUT/compare.html.", *PAGES
-    )
-    table: Path | None = file_option(
-        "Write the table. Default: OUT/compare.csv.", *TABLES
-    )
+    out: Path | None = folder_option("Write a folder of tables for each run there.")
     perfetto: Path | None = file_option(
         "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
     )
-
-    def completed(self) -> "CompareOptions":
-        """With everything that a folder gets; single results can still go elsewhere."""
-        if self.out is None:
-            return self
-        return replace(
-            self,
-            png=self.png or self.out / "compare.png",
-            html=self.html or self.out / "compare.html",
-            table=self.table or self.out / "compare.csv",
-        )
-
-    def outputs(self) -> list[Path]:
-        """Files that are written, those in the folder included."""
-        return Options.outputs(self.completed())
 
     def configs(self, config: RunConfig) -> list[RunConfig]:
         """A configuration for each machine and each size of the GPU cache."""
@@ -106,10 +77,9 @@ def compare(config: RunConfig, options: CompareOptions) -> None:
     from moesim.runs.setup import opened
     from moesim.traces.timeline.perfetto import write_perfetto
 
-    options = options.completed()
-    config, trace = opened(config)
+    config, _ = opened(config)
     configs = options.configs(config)
-    names, left_out = _expand(trace, options.policy, configs)
+    names, left_out = _expand(options.policy, configs)
     is_single = len(configs) == 1
     several: dict[str, Any] = {}
     if is_single:
@@ -139,49 +109,26 @@ def compare(config: RunConfig, options: CompareOptions) -> None:
 
 
 def _expand(
-    trace: "Trace", names: tuple[str, ...], configs: list[RunConfig]
+    names: tuple[str, ...], configs: list[RunConfig]
 ) -> tuple[list[str], list[str]]:
-    """Leave out policies that read columns which the trace lacks; put, for the word
-    ``systems``, those that it can serve.
+    """Put, for the word ``systems``, those that the trace can serve.
 
     Returns:
         Policies, and notes about what was left out.
-
-    Raises:
-        MissingColumnError: no policy is left.
     """
-    from moesim.base.errors import MissingColumnError
     from moesim.policies.systems import SYSTEMS
     from moesim.questions.compare import check
 
-    policies: list[str] = []
+    policies = [name for name in names if name != "systems"]
     left_out: list[str] = []
-    unserved: dict[str, MissingColumnError] = {}
-    for name in names:
-        for policy in SYSTEMS if name == "systems" else [name]:
-            try:
-                for config in configs:
-                    check(config.replaced(policy=policy))
-            except MissingColumnError as error:
-                unserved[policy] = error
-            except ValueError as error:
-                # Who asks for all systems wants those that run; whoever names one is
-                # told what is wrong with it, before anything runs.
-                if name != "systems":
-                    policies.append(policy)
-                    continue
-                left_out.append(f"left out {policy}: {error}")
-            else:
-                policies.append(policy)
-
-    if unserved and not policies:
-        raise next(iter(unserved.values()))
-    if unserved:
-        columns = dict.fromkeys(error.column for error in unserved.values())
-        left_out.append(
-            f"left out {', '.join(unserved)}: {trace.path} lacks {', '.join(columns)};"
-            " `moesim trace predict` adds synthetic ones"
-        )
+    for system in SYSTEMS if "systems" in names else ():
+        try:
+            for config in configs:
+                check(config.replaced(policy=system))
+        except ValueError as error:
+            left_out.append(f"left out {system}: {error}")
+        else:
+            policies.append(system)
     return policies, left_out
 
 

@@ -41,13 +41,6 @@ class TrainCacheOptions(JsonOptions):
     hidden: int = option(
         128, "Hidden units: 128 (the paper's table) or 64.", metavar="H", minimum=1
     )
-    cache_ratio: float = option(
-        0.25,
-        "One more of the report's sizes of a cache.",
-        metavar="R",
-        minimum=0,
-        maximum=1,
-    )
     epochs: int = option(200, "At most so many.", minimum=1)
     batch: int = of_run("batch")
     steps: int | None = of_run("steps")
@@ -70,17 +63,17 @@ def train_cache(options: TrainCacheOptions) -> None:
     """
     from moesim.base.files import write_text
     from moesim.questions import learned_cache as learned
-    from moesim.runtime.train_cache import Recipe, train
+    from moesim.runtime.train_cache import train
     from moesim.traces.format.reader import open_trace
 
     opened = open_trace(options.trace)
     training, judging, judged_on = _parts(options, opened)
-    recipe = Recipe(hidden=options.hidden, epochs=options.epochs)
     with output.bar("training", options.epochs) as show:
         trained = train(
             training,
             opened.shape,
-            recipe,
+            hidden=options.hidden,
+            epochs=options.epochs,
             seed=options.seed,
             progress=show,
         )
@@ -90,7 +83,7 @@ def train_cache(options: TrainCacheOptions) -> None:
         "trace_digest": opened.digest(),
         "batch": options.batch,
     }
-    sizes = learned.cache_sizes(opened.shape, options.cache_ratio)
+    sizes = learned.cache_sizes(opened.shape)
     with output.bar("judging on the held-out part"):
         report = learned.report(
             judged_on,

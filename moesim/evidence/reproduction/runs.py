@@ -251,14 +251,14 @@ def learned_cache(workload: Workload, folder: Path) -> Path:
     Raises:
         ImportError: PyTorch is not installed.
     """
-    from moesim.runtime.train_cache import Recipe, train  # noqa: PLC0415 - needs torch
+    from moesim.runtime.train_cache import train  # noqa: PLC0415 - needs torch
 
     training = workload.calibration(TRAINING_SEQUENCES)
     artefacts = folder / f"{training.name}-learned"
     network = artefacts / "flashmoe.safetensors"
     if not network.exists():
         trace = open_trace(training.draw(folder))
-        trained = train(list(compose(trace)), trace.shape, Recipe(epochs=EPOCHS))
+        trained = train(list(compose(trace)), trace.shape, epochs=EPOCHS)
         artefacts.mkdir(exist_ok=True)
         trained.save(network)
     return artefacts
