@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from benchmarks.measured.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.times.population import Population
+    from moesim.advice.times.priors import Population
 
 # Repetitions of one engine on one host differ by about so much.
 ENGINE_SPREAD = 0.02

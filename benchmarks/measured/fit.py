@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.advice.times.latents import ROW_SPREAD, linearised
-from moesim.advice.times.population import Population, kind_of
+from moesim.advice.times.priors import Population, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from benchmarks.measured.engines import EngineRun
     from benchmarks.measured.rows import MeasuredFolder, Run, Skipped
-    from moesim.advice.times.population import Population
+    from moesim.advice.times.priors import Population
 
 MOST_CHOICES = 6
 # A choice among fewer numbers of layers says little.

@@ -282,7 +282,7 @@ def _all_predictions(judgement: Judgement) -> str:
 
 
 def population_text(judgement: Judgement) -> str:
-    """Return what `moesim.advice.times.population.shipped_population` reads."""
+    """Return what `moesim.advice.times.priors.shipped_population` reads."""
     population = judgement.population
     rounded = {
         "source": f"python -m benchmarks.measured, {len(judgement.runs)} rows of"

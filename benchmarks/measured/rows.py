@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from moesim.advice.bench_rows import overridden_layers
 from moesim.advice.machine import Machine, Probes, describe_machine
 from moesim.advice.model.catalogue import named_contents, shape_named
 from moesim.advice.model.contents import LayerContents, ModelContents
+from moesim.advice.plan.commands import overridden_layers
 from moesim.advice.plan.memory import Job, bill_of
 from moesim.advice.times.step_times import (
     PREFILL_SPREAD,

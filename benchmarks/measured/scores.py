@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 from moesim.advice.times.latents import NINETY
-from moesim.advice.times.population import stretched
+from moesim.advice.times.priors import stretched
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

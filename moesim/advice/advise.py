@@ -19,7 +19,7 @@ from moesim.advice.machine import (
 )
 from moesim.advice.model.catalogue import model_contents
 from moesim.advice.model.contents import ModelContents
-from moesim.advice.observed import ObservedRows, observe
+from moesim.advice.observed import ObservedRows, observe, read_bench
 from moesim.advice.plan.bound import bound_of_routing, placement_bound
 from moesim.advice.plan.memory import Candidate, Job, advisable, bill_of, candidates
 from moesim.advice.plan.ranking import Forecast, Prospect, next_questions
@@ -86,8 +86,6 @@ def advise(
     # Without rows the beliefs below are the priors.
     rows = ObservedRows()
     if bench is not None:
-        from moesim.advice.bench_rows import read_bench  # noqa: PLC0415 # rarely needed
-
         rows = ObservedRows(rows=tuple(read_bench(Path(bench))))
 
     words = {"cpu": cpu, "ram": ram, "gpu": gpu, "pcie": pcie, "system": system}

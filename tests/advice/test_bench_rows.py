@@ -5,12 +5,8 @@ from dataclasses import replace
 import pytest
 from support.bench_files import FORMATS, as_json, row
 
-from moesim.advice.bench_rows import (
-    check_one_machine,
-    overridden_layers,
-    read_bench,
-    setting_of,
-)
+from moesim.advice.observed import check_one_machine, read_bench, setting_of
+from moesim.advice.plan.commands import overridden_layers
 from moesim.base.errors import AdviceError
 
 ROWS = [

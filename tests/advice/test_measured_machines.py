@@ -25,12 +25,14 @@ from moesim.advice.times.latents import (
     Prior,
     learn,
 )
-from moesim.advice.times.population import (
+from moesim.advice.times.priors import (
     Population,
+    PriorTable,
+    priors_of,
     shipped_population,
     stretched,
+    textbook_priors,
 )
-from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
 from moesim.advice.times.step_times import decode_target
 from moesim.advice.times.work import NEVER, Setting
 from moesim.base.errors import AdviceError

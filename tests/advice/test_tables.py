@@ -13,7 +13,7 @@ from moesim.advice.devices import find, graphics_cards, processors, single_chips
 from moesim.advice.machine import describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.model.gguf_header import gguf_contents
-from moesim.advice.model.hf_folder import hf_contents
+from moesim.advice.model.hf_config import hf_contents
 from moesim.advice.plan.memory import Job, bill_of
 from moesim.advice.times.work import Setting
 from moesim.traces.models import shapes
@@ -228,30 +228,11 @@ def test_labels_that_people_download_are_known(label):
     assert stated - 0.2 < bits < stated + 2.5
 
 
-def test_a_tower_for_pictures_is_no_text_layer(tmp_path):
-    write_hf(tmp_path / "plain")
-    tower = [("visual.blocks.0.attn.qkv.weight", (256, 256), "BF16")]
-    tower += [("model.vision_tower.layers.1.mlp.weight", (256, 256), "BF16")]
-    write_hf(tmp_path / "seeing", more=tower)
-    plain, seeing = (hf_contents(tmp_path / name) for name in ("plain", "seeing"))
-    assert [each.dense_bytes for each in seeing.layers] == [
-        each.dense_bytes for each in plain.layers
-    ]
-    assert seeing.file_bytes == plain.file_bytes + 2 * 256 * 256 * 2
-
-
-def test_packed_integers_hold_eight_weights_each(tmp_path):
-    packed = [("model.layers.0.self_attn.o_proj.qweight", (32, 256), "I32")]
-    write_hf(tmp_path / "plain")
-    write_hf(tmp_path / "packed", more=packed)
-    plain, quantised = (hf_contents(tmp_path / name) for name in ("plain", "packed"))
-    added = quantised.layers[0].dense_weights - plain.layers[0].dense_weights
-    assert added == 256 * 256
-    assert quantised.file_bytes - plain.file_bytes == 32 * 256 * 4
-
-
 def test_every_nth_layer_has_full_attention_where_the_configuration_says_so(tmp_path):
-    write_hf(tmp_path / "hybrid", layers=8, full_attention_interval=4)
+    recurrent = {f"linear_{part}_heads": 4 for part in ("num_key", "num_value")}
+    recurrent |= {f"linear_{part}_head_dim": 64 for part in ("key", "value")}
+    sizes = {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, **recurrent}
+    write_hf(tmp_path / "hybrid", layers=8, **sizes)
     model = hf_contents(tmp_path / "hybrid")
     full = [at for at, each in enumerate(model.layers) if each.kv_bytes_per_token]
     assert full == [3, 7]

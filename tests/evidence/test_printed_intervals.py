@@ -21,7 +21,7 @@ from benchmarks.measured.scores import (
 )
 from benchmarks.recorded import mean_with_interval
 from moesim.advice.times.latents import NINETY
-from moesim.advice.times.population import stretched
+from moesim.advice.times.priors import stretched
 from moesim.evidence.validation.verify import interval
 
 

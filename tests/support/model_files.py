@@ -1,7 +1,6 @@
 """Small model files with real headers: GGUF by its own writer, safetensors by hand."""
 
 import json
-import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,11 +121,8 @@ def add(writer, name, shape, kind):
     return data.nbytes
 
 
-def write_hf(folder, *, layers=2, experts=4, index=True, more=(), **config):
-    """Write config.json and one safetensors file with one tensor per expert.
-
-    `more` are (name, shape, dtype) of further tensors, with two or four bytes a number.
-    """
+def write_hf(folder, *, layers=2, experts=4, **config):
+    """Write the config.json of a Hugging Face model."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "model_type": "qwen3_moe",
@@ -134,40 +130,12 @@ def write_hf(folder, *, layers=2, experts=4, index=True, more=(), **config):
         "num_experts": experts,
         "num_experts_per_tok": 2,
         "hidden_size": HIDDEN,
+        "moe_intermediate_size": INTERMEDIATE,
+        "vocab_size": VOCABULARY,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
         **config,
     }
     (folder / "config.json").write_text(json.dumps(values))
-
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for at in range(layers):
-        name = f"model.layers.{at}."
-        shapes[f"{name}self_attn.q_proj.weight"] = (HIDDEN, HIDDEN)
-        shapes[f"{name}mlp.gate.weight"] = (experts, HIDDEN)
-        for expert in range(experts):
-            for part in ("gate_proj", "up_proj", "down_proj"):
-                shapes[f"{name}mlp.experts.{expert}.{part}.weight"] = (
-                    INTERMEDIATE,
-                    HIDDEN,
-                )
-    entries = {}
-    offset = 0
-    tensors = [*((name, shape, "BF16") for name, shape in shapes.items()), *more]
-    for name, shape, dtype in tensors:
-        size = (4 if dtype == "I32" else 2) * int(np.prod(shape))
-        entries[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    header = json.dumps(entries).encode()
-    file = folder / "model-00001-of-00001.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header)) + header)
-    if index:
-        weight_map = dict.fromkeys(shapes, file.name)
-        place = folder / "model.safetensors.index.json"
-        place.write_text(json.dumps({"weight_map": weight_map}))
     return folder

@@ -264,7 +264,7 @@ def _bench(kind):
 
 
 def _read_bench(path):
-    from moesim.advice.bench_rows import read_bench
+    from moesim.advice.observed import read_bench
 
     return repr(read_bench(path))
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.advice.bench_rows import overridden_layers
 from moesim.advice.given.options import (
     AUTO,
     IK,
@@ -19,7 +18,11 @@ from moesim.advice.given.options import (
     stated,
 )
 from moesim.advice.model.catalogue import shape_named
-from moesim.advice.plan.commands import LAZY_FROM_BYTES, layers_in_words
+from moesim.advice.plan.commands import (
+    LAZY_FROM_BYTES,
+    layers_in_words,
+    overridden_layers,
+)
 from moesim.advice.plan.memory import (
     GIB,
     MIB,

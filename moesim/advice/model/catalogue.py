@@ -13,10 +13,10 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moesim.advice.model.hf_folder import hf_contents, refuse_quant
-from moesim.advice.model.shaped import shaped_contents
+from moesim.advice.model.contents import ModelContents, shaped_contents
+from moesim.advice.model.hf_config import hf_contents
 from moesim.base.errors import AdviceError
 from moesim.base.text import did_you_mean
 from moesim.traces.models import layer_shapes, shapes
@@ -26,9 +26,6 @@ from moesim.traces.weight_formats import (
     is_dynamic,
     recipe,
 )
-
-if TYPE_CHECKING:
-    from moesim.advice.model.contents import ModelContents
 
 DEFAULT_QUANT = "Q4_K_M"
 
@@ -112,7 +109,7 @@ def named_contents(
         hint = did_you_mean(name.lower(), all_names())
         raise AdviceError(
             f"model {name!r}: no such file, folder or name{hint}; `moesim list models`"
-            " prints the names, and a GGUF file or Hugging Face folder is exact"
+            " prints the names, and a GGUF file is exact"
         )
     # Experts that were trained in four bits hardly exist in others.
     in_mxfp4 = row.get("published") == "mxfp4"
@@ -196,7 +193,7 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
     Args:
         model: a path to a GGUF file, a Hugging Face folder, or a name that
             ``moesim list models`` prints.
-        quant: label of the weight formats; for names only, because files know theirs.
+        quant: label of the weight formats; not for a GGUF file, which knows its own.
 
     Raises:
         AdviceError: nothing of the kind, a broken header, or no experts.
@@ -213,7 +210,11 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
 
     # A wrong path should be called that, not an unknown model.
     if path.suffix.lower() == ".gguf" or path.is_file():
-        refuse_quant(quant, path)
+        if quant:
+            raise AdviceError(
+                f"--quant {quant}: {path} says its own formats; leave the option out,"
+                " or name the model instead of a file"
+            )
         # The library of the format is needed for files only.
         from moesim.advice.model.gguf_header import gguf_contents  # noqa: PLC0415
 

@@ -1,25 +1,30 @@
 """What one model file holds, by layer: bytes that must be read, weights, formats.
 
 Everything that predicts time or memory reads these classes; where the numbers came from
-(a GGUF header, safetensors headers, a table of shapes) is one word of provenance.
+(a GGUF header, a ``config.json``, a table of shapes) is one word of provenance.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.base.errors import AdviceError
+from moesim.traces.weight_formats import (
+    Recipe,
+    bytes_per_weight,
+    more_bits,
+    row_format,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
-    from moesim.traces.layer_kinds import Mixer
+    from moesim.traces.layer_kinds import LayerShape, Mixer
 
 
 F16_BYTES = 2
@@ -131,7 +136,7 @@ class ModelContents:
         head_weights: number of weights in the head.
         head_format: their weight format.
         hidden: H.
-        source: ``gguf header``, ``safetensors header`` or ``shapes``.
+        source: ``gguf header``, ``config.json`` or ``shapes``.
         quant: the label that people use, such as ``Q4_K_M``.
         tied: head and embeddings are the same tensor.
         unused_bytes: stored, but not read when tokens are made (multi-token heads).
@@ -251,149 +256,6 @@ def _cells(entries: np.ndarray) -> np.ndarray:
     return np.asarray(-(-entries // CACHE_CELLS) * CACHE_CELLS)
 
 
-# What llama.cpp's --cpu-moe and --n-cpu-moe move, biases included.
-ROUTED_GGUF = re.compile(r"ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\.")
-# Files from before 2024-04 hold one tensor per expert: blk.0.ffn_gate.7.weight.
-ROUTED_GGUF_OLD = re.compile(r"ffn_(?:up|down|gate)\.\d+\.")
-ROUTED_HF = re.compile(r"\.(?:experts|local_experts)\.")
-LAYER = re.compile(r"(?:^blk|layers|blocks|h)\.(\d+)\.")
-
-EMBED = re.compile(r"^(?:token_embd\.|.*embed_tokens\.|.*word_embeddings\.)")
-# Looked up by token or n-gram for some layers: Gemma's and Qwen's "PLE".
-TABLE = re.compile(r"per_layer_token_embd|embed_tokens_per_layer|ngram_embed")
-HEAD = re.compile(r"^(?:output\.|(?:.*\.)?lm_head\.)")
-VISION = re.compile(r"(?:^|\.)(?:visual|vision\w*|image\w*|audio\w*)\.")
-# Heads that predict several tokens ahead are stored but not run.
-MULTI_TOKEN = re.compile(r"(?:nextn|\bmtp\b|\.mtp\.)")
-
-
-class Tensor(NamedTuple):
-    """One stored tensor.
-
-    Attributes:
-        name: as in the file.
-        format: weight format, lower case.
-        weights: number of elements.
-        stored_bytes: bytes of its data.
-    """
-
-    name: str
-    format: str
-    weights: int
-    stored_bytes: int
-
-
-@dataclass(slots=True)
-class LayerTensors:
-    """Sums over the tensors of one layer."""
-
-    dense_bytes: int = 0
-    dense_weights: int = 0
-    dense_formats: Counter[str] = field(default_factory=Counter)
-    expert_bytes: int = 0
-    expert_weights: int = 0
-    expert_formats: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(slots=True)
-class SortedTensors:
-    """All tensors of a model, by the part that they belong to."""
-
-    layers: dict[int, LayerTensors] = field(default_factory=dict)
-    embed: LayerTensors = field(default_factory=LayerTensors)
-    head: LayerTensors = field(default_factory=LayerTensors)
-    rest_bytes: int = 0
-    unused_bytes: int = 0
-    table_bytes: int = 0
-    table_weights: int = 0
-
-
-def is_routed(name: str) -> bool:
-    """Tell whether a tensor belongs to a routed expert."""
-    if "shared_expert" in name or "shexp" in name:
-        return False
-    patterns = (ROUTED_GGUF, ROUTED_GGUF_OLD, ROUTED_HF)
-    return any(pattern.search(name) for pattern in patterns)
-
-
-def sort_tensors(tensors: Iterable[Tensor], run_layers: int) -> SortedTensors:
-    """Add tensors up by layer and part.
-
-    Args:
-        tensors: of all files of the model.
-        run_layers: layers with this index or above hold multi-token heads.
-    """
-    parts = SortedTensors()
-
-    for tensor in tensors:
-        if VISION.search(tensor.name):
-            # Towers for pictures number their layers as the text's.
-            parts.rest_bytes += tensor.stored_bytes
-            continue
-        if TABLE.search(tensor.name):
-            parts.table_bytes += tensor.stored_bytes
-            parts.table_weights += tensor.weights
-            continue
-        layer_match = LAYER.search(tensor.name)
-        if layer_match and int(layer_match.group(1)) < run_layers:
-            at = int(layer_match.group(1))
-            if MULTI_TOKEN.search(tensor.name):
-                parts.unused_bytes += tensor.stored_bytes
-            else:
-                _add(parts.layers.setdefault(at, LayerTensors()), tensor)
-        elif layer_match or MULTI_TOKEN.search(tensor.name):
-            parts.unused_bytes += tensor.stored_bytes
-        elif EMBED.search(tensor.name):
-            _add(parts.embed, tensor)
-        elif HEAD.search(tensor.name):
-            _add(parts.head, tensor)
-        else:
-            parts.rest_bytes += tensor.stored_bytes
-    return parts
-
-
-def stored_contents(
-    parts: SortedTensors, layers: Iterable[LayerContents], **more: Any
-) -> ModelContents:
-    """Return what a file holds, by its tensors; `more` are fields of the model."""
-    # Tied models store no head of their own.
-    tied = not parts.head.dense_bytes
-    head = parts.embed if tied else parts.head
-    return ModelContents(
-        layers=tuple(layers),
-        embed_bytes=parts.embed.dense_bytes,
-        head_bytes=head.dense_bytes,
-        head_weights=head.dense_weights,
-        head_format=next(iter(head.dense_formats), "bf16"),
-        tied=tied,
-        # Tensors outside the layers (rope factors, the last norm) are small.
-        unused_bytes=parts.unused_bytes + parts.rest_bytes,
-        table_bytes=parts.table_bytes,
-        table_weights=parts.table_weights,
-        **more,
-    )
-
-
-def stored_layer(
-    sums: LayerTensors, mixer: Mixer, experts: int, top_k: int, zero_experts: int = 0
-) -> LayerContents:
-    """Return one layer by its tensors, and by what their file says of it."""
-    # Dense layers of a mixed model have no experts.
-    routed = bool(sums.expert_bytes)
-    return LayerContents(
-        dense_bytes=sums.dense_bytes,
-        dense_weights=sums.dense_weights,
-        dense_formats=dict(sums.dense_formats),
-        experts=experts if routed else 0,
-        zero_experts=zero_experts,
-        top_k=top_k if routed else 0,
-        expert_bytes=sums.expert_bytes,
-        expert_weights=sums.expert_weights,
-        expert_formats=dict(sums.expert_formats),
-        **context_sizes(mixer),
-    )
-
-
 def context_sizes(mixer: Mixer) -> dict[str, Any]:
     """What a layer keeps of its context, and computes with it, as `LayerContents` calls
     it.
@@ -411,12 +273,72 @@ def context_sizes(mixer: Mixer) -> dict[str, Any]:
     }
 
 
-def _add(sums: LayerTensors, tensor: Tensor) -> None:
-    if is_routed(tensor.name):
-        sums.expert_bytes += tensor.stored_bytes
-        sums.expert_weights += tensor.weights
-        sums.expert_formats[tensor.format] += tensor.stored_bytes
-    else:
-        sums.dense_bytes += tensor.stored_bytes
-        sums.dense_weights += tensor.weights
-        sums.dense_formats[tensor.format] += tensor.stored_bytes
+NORM_BYTES_PER_WEIGHT = 4
+
+
+def shaped_contents(
+    layers: Sequence[LayerShape],
+    formats: Recipe,
+    *,
+    name: str,
+    hidden: int,
+    vocab: int,
+    tied: bool,
+) -> ModelContents:
+    """Compute what a file of these layers holds in these formats."""
+    count = len(layers)
+    table_weights = vocab * hidden
+    return ModelContents(
+        name=name,
+        architecture=name,
+        layers=tuple(
+            _shaped_layer(shape, hidden, formats, more=more_bits(at, count))
+            for at, shape in enumerate(layers)
+        ),
+        embed_bytes=_stored(table_weights, formats.embed),
+        head_bytes=_stored(table_weights, formats.head),
+        head_weights=table_weights,
+        head_format=formats.head,
+        hidden=hidden,
+        source="shapes",
+        tied=tied,
+    )
+
+
+def _shaped_layer(
+    shape: LayerShape, hidden: int, formats: Recipe, *, more: bool
+) -> LayerContents:
+    dense_format = row_format(formats.dense, hidden)
+    dense_weights = shape.mixer.weights + shape.feed_forward
+    # Gates and norms stay in single precision in GGUF files.
+    dense_formats = {
+        dense_format: _stored(dense_weights, dense_format),
+        "f32": shape.exact * NORM_BYTES_PER_WEIGHT,
+    }
+    # Recipes give some layers more bits, see `more_bits`.
+    down = row_format(
+        formats.down_more if more else formats.down, shape.expert_intermediate
+    )
+    up = row_format(formats.up, shape.expert_hidden)
+    matrix = shape.experts * shape.expert_hidden * shape.expert_intermediate
+    expert_formats: Counter[str] = Counter()
+    if shape.experts:
+        expert_formats[up] += _stored((shape.matrices - 1) * matrix, up)
+        expert_formats[down] += _stored(matrix, down)
+
+    return LayerContents(
+        dense_bytes=sum(dense_formats.values()),
+        dense_weights=dense_weights + shape.exact,
+        dense_formats=dense_formats,
+        experts=shape.experts,
+        zero_experts=shape.zero_experts,
+        top_k=shape.top_k,
+        expert_bytes=sum(expert_formats.values()),
+        expert_weights=shape.matrices * matrix,
+        expert_formats=dict(expert_formats),
+        **context_sizes(shape.mixer),
+    )
+
+
+def _stored(weights: int, name: str) -> int:
+    return round(weights * bytes_per_weight(name))

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import re
 import struct
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from gguf.constants import (
     GGML_QUANT_SIZES,
@@ -25,21 +26,14 @@ from gguf.constants import (
     LlamaFileType,
 )
 
-from moesim.advice.model.contents import (
-    Tensor,
-    sort_tensors,
-    stored_contents,
-    stored_layer,
-)
+from moesim.advice.model.contents import LayerContents, ModelContents, context_sizes
 from moesim.base.errors import AdviceError
 from moesim.base.inputs import open_input
 from moesim.traces.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
-
-    from moesim.advice.model.contents import ModelContents
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -64,6 +58,102 @@ _SCALARS = {
     GGUFValueType.BOOL: "?",
 }
 _SPLIT = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+# What llama.cpp's --cpu-moe and --n-cpu-moe move, biases included.
+ROUTED = re.compile(r"ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\.")
+# Files from before 2024-04 hold one tensor per expert: blk.0.ffn_gate.7.weight.
+ROUTED_OLD = re.compile(r"ffn_(?:up|down|gate)\.\d+\.")
+LAYER = re.compile(r"^blk\.(\d+)\.")
+# Looked up by token or n-gram for some layers: Gemma's and Qwen's "PLE".
+TABLE = "per_layer_token_embd"
+# Heads that predict several tokens ahead are stored but not run.
+AHEAD = "nextn"
+
+
+class Tensor(NamedTuple):
+    """One stored tensor.
+
+    Attributes:
+        name: as in the file.
+        format: weight format, lower case.
+        weights: number of elements.
+        stored_bytes: bytes of its data.
+    """
+
+    name: str
+    format: str
+    weights: int
+    stored_bytes: int
+
+
+@dataclass(slots=True)
+class LayerTensors:
+    """Sums over the tensors of one layer."""
+
+    dense_bytes: int = 0
+    dense_weights: int = 0
+    dense_formats: Counter[str] = field(default_factory=Counter)
+    expert_bytes: int = 0
+    expert_weights: int = 0
+    expert_formats: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class SortedTensors:
+    """All tensors of a model, by the part that they belong to."""
+
+    layers: dict[int, LayerTensors] = field(default_factory=dict)
+    embed: LayerTensors = field(default_factory=LayerTensors)
+    head: LayerTensors = field(default_factory=LayerTensors)
+    unused_bytes: int = 0
+    table_bytes: int = 0
+    table_weights: int = 0
+
+
+def is_routed(name: str) -> bool:
+    """Tell whether a tensor belongs to a routed expert."""
+    return any(pattern.search(name) for pattern in (ROUTED, ROUTED_OLD))
+
+
+def sort_tensors(tensors: Iterable[Tensor], run_layers: int) -> SortedTensors:
+    """Add tensors up by layer and part.
+
+    Args:
+        tensors: of all files of the model.
+        run_layers: layers with this index or above hold multi-token heads.
+    """
+    parts = SortedTensors()
+
+    for tensor in tensors:
+        if tensor.name.startswith(TABLE):
+            parts.table_bytes += tensor.stored_bytes
+            parts.table_weights += tensor.weights
+        elif match := LAYER.match(tensor.name):
+            at = int(match.group(1))
+            if at < run_layers and AHEAD not in tensor.name:
+                _add(parts.layers.setdefault(at, LayerTensors()), tensor)
+            else:
+                parts.unused_bytes += tensor.stored_bytes
+        elif tensor.name.startswith("token_embd."):
+            _add(parts.embed, tensor)
+        elif tensor.name.startswith("output."):
+            _add(parts.head, tensor)
+        else:
+            # Rope factors, the last norm: small.
+            parts.unused_bytes += tensor.stored_bytes
+    return parts
+
+
+def _add(sums: LayerTensors, tensor: Tensor) -> None:
+    if is_routed(tensor.name):
+        sums.expert_bytes += tensor.stored_bytes
+        sums.expert_weights += tensor.weights
+        sums.expert_formats[tensor.format] += tensor.stored_bytes
+    else:
+        sums.dense_bytes += tensor.stored_bytes
+        sums.dense_weights += tensor.weights
+        sums.dense_formats[tensor.format] += tensor.stored_bytes
 
 
 class _CutOffError(Exception):
@@ -309,20 +399,42 @@ def gguf_contents(path: Path) -> ModelContents:
 
     hidden = keys.whole("embedding_length")
     top_k = keys.whole("expert_used_count", 1)
-    layers = (
-        stored_layer(
-            parts.layers[at], _kind(keys, at).mixer(hidden=hidden), experts, top_k
+    layers = []
+    for at in range(run_layers):
+        sums = parts.layers[at]
+        # Dense layers of a mixed model have no experts.
+        routed = bool(sums.expert_bytes)
+        layers.append(
+            LayerContents(
+                dense_bytes=sums.dense_bytes,
+                dense_weights=sums.dense_weights,
+                dense_formats=dict(sums.dense_formats),
+                experts=experts if routed else 0,
+                top_k=top_k if routed else 0,
+                expert_bytes=sums.expert_bytes,
+                expert_weights=sums.expert_weights,
+                expert_formats=dict(sums.expert_formats),
+                **context_sizes(_kind(keys, at).mixer(hidden=hidden)),
+            )
         )
-        for at in range(run_layers)
-    )
-    return stored_contents(
-        parts,
-        layers,
+    # Tied models store no head of their own.
+    tied = not parts.head.dense_bytes
+    head = parts.embed if tied else parts.head
+    return ModelContents(
         name=path.name,
         architecture=keys.architecture,
+        layers=tuple(layers),
+        embed_bytes=parts.embed.dense_bytes,
+        head_bytes=head.dense_bytes,
+        head_weights=head.dense_weights,
+        head_format=next(iter(head.dense_formats), "bf16"),
         hidden=hidden,
         source="gguf header",
         quant=file_type_label(header.metadata),
+        tied=tied,
+        unused_bytes=parts.unused_bytes,
+        table_bytes=parts.table_bytes,
+        table_weights=parts.table_weights,
     )
 
 

@@ -9,15 +9,20 @@ a kind that is not known is refused by name.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moesim.advice.model.contents import MOST_EXPERTS
+from moesim.advice.model.contents import (
+    MOST_EXPERTS,
+    ModelContents,
+    shaped_contents,
+)
 from moesim.advice.tables import table
 from moesim.base.errors import AdviceError
 from moesim.base.inputs import load_json, read_text
 from moesim.base.text import did_you_mean
 from moesim.traces.layer_kinds import LayerKind, LayerShape, repeated
-from moesim.traces.weight_formats import Recipe
+from moesim.traces.weight_formats import Recipe, bytes_per_weight, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,13 +71,60 @@ class ConfigShape(NamedTuple):
     remarks: tuple[str, ...]
 
 
-def read_config(path: Path, *, has_weights: bool = False) -> ConfigShape:
-    """Read the shape that a ``config.json`` describes.
+# What a folder's name says of formats that its config.json does not have.
+NAMED = re.compile(r"[-_](fp8|nvfp4|mxfp4|bf16|int4|awq|gptq)(?![a-z0-9])")
+# The formats of GGUF files nearest to packed integers.
+PACKED = {"int4": "q4_0", "awq": "q4_0", "gptq": "q4_0"}
+
+
+def hf_contents(folder: Path, quant: str = "") -> ModelContents:
+    """Compute what weights of a Hugging Face folder's shape hold, by its config.json.
 
     Args:
-        path: the file.
-        has_weights: headers beside it say the sizes of weights, so that what it does
-            not say is no fault.
+        folder: of the model; weights in it are not read.
+        quant: label of the formats that the weights shall have; default: those that the
+            config states, or the folder's name.
+
+    Raises:
+        AdviceError: no config that is read, no experts, or an unknown label.
+    """
+    shape = read_config(folder / "config.json")
+    formats = shape.formats
+    remarks = ["bytes follow from config.json", *shape.remarks]
+    named = NAMED.search(folder.resolve().name.lower())
+    label = quant or ("" if shape.is_quantised or named is None else named.group(1))
+    if label:
+        stated = recipe(PACKED.get(label, label))
+        if stated is None:
+            raise AdviceError(
+                f"quantisation {label!r}: unknown; expected a label such as Q4_K_M,"
+                " FP8, MXFP4 or BF16"
+            )
+        formats = stated
+        if not quant:
+            remarks.append(f"formats by the folder's name, {label.upper()}")
+    contents = shaped_contents(
+        shape.layers,
+        formats,
+        name=folder.name,
+        hidden=shape.hidden,
+        vocab=shape.vocab,
+        tied=shape.tied,
+    )
+    return replace(
+        contents,
+        architecture=shape.architecture,
+        source="config.json",
+        quant=label.upper() or formats.up.upper(),
+        table_bytes=round(shape.table_weights * bytes_per_weight(formats.embed)),
+        table_weights=shape.table_weights,
+        table_rows=shape.table_rows,
+        assumed=tuple(remarks),
+    )
+
+
+def read_config(path: Path) -> ConfigShape:
+    """Read the shape that a ``config.json`` describes.
 
     Raises:
         AdviceError: not JSON, sizes that no model has, a missing size, a kind of layer
@@ -89,7 +141,7 @@ def read_config(path: Path, *, has_weights: bool = False) -> ConfigShape:
             f"{path}: expected keys and values, found {config!r:.40}; download the file"
             " again"
         )
-    return _Reader(path, config, has_weights=has_weights).shape()
+    return _Reader(path, config).shape()
 
 
 class _Keys:
@@ -173,11 +225,8 @@ class _Keys:
 class _Reader:
     """Makes layers of a config."""
 
-    def __init__(
-        self, path: Path, config: dict[str, Any], *, has_weights: bool
-    ) -> None:
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
-        self.needed = 0 if has_weights else None
         self.outer = config
         nested = table("config_keys")["nested"]
         # Models that also see keep their language part in a table of its own.
@@ -189,7 +238,7 @@ class _Reader:
         flat = {key: v for key, v in config.items() if key not in nested}
         self.keys = _Keys(path, {**flat, **inner})
         self.model = str(self.keys.raw("model_type"))
-        self.hidden = self.keys.size("hidden_size", "d_model", default=self.needed)
+        self.hidden = self.keys.size("hidden_size", "d_model")
         self.count = self._count()
         if not 0 < self.count <= MOST_LAYERS:
             raise AdviceError(
@@ -212,7 +261,7 @@ class _Reader:
                 f" found {experts:,}; is the file damaged?"
             )
         layers = self._layers(experts)
-        vocab = keys.size("vocab_size", default=self.needed)
+        vocab = keys.size("vocab_size")
         table_weights, table_rows = self._tables(vocab)
         stated = self._quantisation()
         tied = keys.raw("tie_word_embeddings", "tie_embedding")
@@ -357,9 +406,7 @@ class _Reader:
             return keys.kind(kind, heads=heads, key=key)
         if keys.raw("mamba_dt_rank") is not None:
             return keys.kind("mamba1", inner=keys.named("expand") * self.hidden)
-        heads = keys.size("mamba_num_heads", "mamba_n_heads", default=self.needed)
-        if not heads:
-            return LayerKind("none")
+        heads = keys.size("mamba_num_heads", "mamba_n_heads")
         key = keys.raw("mamba_head_dim", "mamba_d_head")
         if not isinstance(key, int):
             # What is left to the library follows from how much wider it is.
@@ -457,7 +504,7 @@ class _Reader:
         hidden = self.hidden
         top_k = keys.named("top_k")
         plain = keys.size("intermediate_size", default=0)
-        intermediate = keys.named("expert_width", plain or self.needed)
+        intermediate = keys.named("expert_width", plain or None)
         width = keys.named("expert_hidden") or hidden
         # Nemotron's experts square a ReLU, and have no gate.
         act = str(keys.raw("mlp_hidden_act", "hidden_act", "hidden_activation"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -12,9 +13,10 @@ from moesim.advice.times.work import (
     DEFAULT_MICRO_BATCH,
     LAZY,
 )
+from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
@@ -139,6 +141,57 @@ def override_pattern(layers: Iterable[int]) -> str:
     r"""Write ``-ot``'s expression: ``blk\.(0|3|[5-9])\.ffn_.*_exps.*=CPU``."""
     numbers = "|".join(_runs(sorted(layers)))
     return rf"blk\.({numbers})\.ffn_.*_exps.*=CPU"
+
+
+def overridden_layers(text: str) -> frozenset[int] | None:
+    r"""Read ``-ot`` patterns: which layers' experts stay on the CPU.
+
+    llama.cpp gives a tensor the place of the first pattern that matches its name.
+
+    Args:
+        text: such as ``blk\.(1|2)\.ffn_.*_exps.*=CPU``, several separated by commas or
+            semicolons.
+
+    Returns:
+        Layer numbers below 1,000; None where no pattern is about experts.
+
+    Raises:
+        AdviceError: no expression, or one that parts the matrices of a layer's experts.
+    """
+    rules = []
+    for pattern in re.split(r"[;,](?=[^=]*=)", text):
+        expression, equals, place = pattern.rpartition("=")
+        if not equals:
+            continue
+        try:
+            rules.append((re.compile(expression), place.strip().upper()))
+        except re.error:
+            raise AdviceError(
+                f"-ot {pattern!r}: not a regular expression; is it cut off?"
+            ) from None
+
+    layers: set[int] = set()
+    named = False
+    # Which layers a pattern means depends on the model; more than 1,000 has none.
+    for at in range(1000):
+        places = [
+            _first_place(rules, f"blk.{at}.ffn_{part}_exps.weight")
+            for part in ("up", "gate", "down")
+        ]
+        named = named or any(places)
+        on_cpu = [place.startswith("CPU") for place in places]
+        if all(on_cpu):
+            layers.add(at)
+        elif any(on_cpu):
+            raise AdviceError(
+                f"-ot {text!r}: puts a part of an expert's three matrices on the CPU;"
+                " moesim predicts whole layers of experts"
+            )
+    return frozenset(layers) if named else None
+
+
+def _first_place(rules: Sequence[tuple[re.Pattern[str], str]], name: str) -> str:
+    return next((place for rule, place in rules if rule.search(name)), "")
 
 
 def _runs(numbers: list[int]) -> list[str]:

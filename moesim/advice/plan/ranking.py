@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.plan.commands import bench_command
 from moesim.advice.times.latents import NINETY, Beliefs, Interval, learn
-from moesim.advice.times.population import shipped_population, stretched
-from moesim.advice.times.priors import priors_of
+from moesim.advice.times.priors import priors_of, shipped_population, stretched
 from moesim.advice.times.step_times import (
     PREFILL_SPREAD,
     REPEAT_SPREAD,

@@ -40,7 +40,7 @@ class Prior:
         spread: standard deviation of its logarithm.
         why: source of both.
         effects: what the median also depends on, learned from other machines by
-            `moesim.advice.times.population`: the kind of card, of processor and so on.
+            `moesim.advice.times.priors`: the kind of card, of processor and so on.
     """
 
     value: float
