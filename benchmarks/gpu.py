@@ -444,23 +444,28 @@ def _costs(session: Session) -> Any:
 
 def _times(session: Session) -> dict[str, Any]:
     """Run the grid, and judge it as `moesim verify` does."""
-    verification = judged_cells(
+    result: dict[str, Any] = {}
+
+    def save(so_far: dict[str, Any]) -> None:
+        result.update(so_far)
+        write_text(session.folder / VALIDATION, json.dumps(so_far))
+
+    judged = judged_cells(
         session.folder,
         session.extent.plan,
         _costs(session),
-        lambda result: write_text(session.folder / VALIDATION, json.dumps(result)),
+        save,
         # The mean of few drawn runs: time is for real ones.
         replications=2,
         stores=_stores(session, "grid"),
         minutes=session.left_minutes(),
         progress=lambda cell, share: session.report(f"runs/times: {cell}", share),
     )
-    result = verification.result or {}
     columns = (
-        *("policy", "cache_ratio", "batch", "tpot_measured_s", "means_tpot_s"),
-        *("tpot_error", "ttft_error", "noise_floor", "timing_free", "decisions_equal"),
+        *("policy", "cache_ratio", "batch", "tpot_measured_s", "tpot_error"),
+        *("ttft_error", "noise_floor", "timing_free", "decisions_equal"),
     )
-    return verification.to_json() | {
+    return judged.to_json() | {
         "whole_error": result["tpot_error_median"],
         "first_token_error": result["ttft_error_median"],
         "repetitions": result["noise_floor"],

@@ -150,7 +150,7 @@ def aim_rows(plan: Plan, verdict: Verdict) -> list[list[str]]:
 def aims_met(plan: Plan, verdict: Verdict) -> dict[str, bool | None]:
     """By aim, whether it is met; None where nothing counts."""
     trusted = verdict.cells["sitting"].nunique()
-    return verdict.met(plan) | {"sittings": trusted >= plan.sittings}
+    return verdict.met | {"sittings": trusted >= plan.sittings}
 
 
 def _sitting_row(number: int, sitting: dict[str, Any]) -> list[str]:

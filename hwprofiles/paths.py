@@ -175,11 +175,6 @@ def contention(victim: str, other: str) -> str:
     return f"{CONTENTION}.{victim}.{other}"
 
 
-def reference(run: str, term: str) -> str:
-    """Return the path of one term's seconds in a reference run."""
-    return f"{REFERENCE}.{run}.{term}_s"
-
-
 def power(lane: str, state: str) -> str:
     """Return the path of a lane's watts; `state` is ``idle`` or ``busy``."""
     return f"{POWER}.{lane}.{state}_w"

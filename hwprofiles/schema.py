@@ -36,15 +36,6 @@ if TYPE_CHECKING:
 ProfileKind = Literal["measured", "published", "datasheet"]
 NumberKind = Literal["measured", "published", "datasheet", "assumed"]
 
-REFERENCE_RUNS = ("memory", "memory_small", "ssd", "ssd_small")
-"""Short runs that tell how fast a machine was while it was calibrated: with or without
-SSD, large or small experts.
-"""
-REFERENCE_TERMS = ("dense", "planning", "lanes", "between")
-"""Terms that their time is split into; defined by
-`moesim.evidence.validation.drift`.
-"""
-
 # Paths are matched as shell patterns, so a star stands for any name or number.
 _ANY_POLICY = "*"
 _ANY_GPU = "*"
@@ -84,7 +75,8 @@ IN_PLACE: tuple[str, ...] = (
         for victim in LANE_KINDS
         for other in LANE_KINDS
     ),
-    *(paths.reference(run, term) for run in REFERENCE_RUNS for term in REFERENCE_TERMS),
+    # What earlier versions wrote, and nothing uses.
+    f"{paths.REFERENCE}.*",
 )
 """Paths of numbers that state what runs take beyond operations in isolation; a profile
 may lack them.

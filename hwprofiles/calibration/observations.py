@@ -46,7 +46,6 @@ class DesignedRun:
         context_tokens: by step, key/value entries of each sequence.
         workers: worker -> its lanes; the same in all runs.
         kept: bool [steps], which forward passes count; all when None.
-        pace: factor by which the machine took longer than usual meanwhile.
     """
 
     timeline: Timeline
@@ -55,7 +54,6 @@ class DesignedRun:
     context_tokens: Sequence[int]
     workers: Mapping[str, tuple[str, ...]]
     kept: np.ndarray | None = None
-    pace: float = 1.0
 
 
 def units_of(table: pd.DataFrame, blocks: int = 1) -> Units:
@@ -119,7 +117,7 @@ class Spans:
     Attributes:
         runs: as given.
         shapes: of their models, each once.
-        table: by start, at the machine's usual pace: the columns of timelines, and
+        table: by start: the columns of timelines, and
             ``seconds``; ``tokens`` of products; ``lane_kind``, an index into
             `LANE_KINDS`; ``worker``, ``run`` and ``shape`` by number; ``layer_step``, a
             number of its own in every run; ``kept``, whether its forward pass counts.
@@ -135,8 +133,6 @@ class Spans:
         end_s, layer_steps = 0.0, 0
         for number, run in enumerate(runs):
             spans = _table(run.timeline.chunks())
-            # At the machine's usual pace; that is one, so nothing changes, mostly.
-            spans[["start_s", "end_s"]] /= run.pace
             spans["seconds"] = spans["end_s"] - spans["start_s"]
             spans[["start_s", "end_s"]] += end_s
             spans["layer_step"] = (

@@ -17,7 +17,6 @@ import datetime as dt
 import os
 import platform
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -469,55 +468,24 @@ class ThreadEvidence:
             self._schedstat = -1
 
 
-_PRESSURE: Final = Path("/proc/pressure/cpu")
-_UNKNOWN: Final = float("nan")
+class StolenTime:
+    """What a hypervisor gave to others of the cores' time."""
 
-
-class SystemShares(NamedTuple):
-    """Shares of the time between two readings, NaN where they are not counted.
-
-    Attributes:
-        stolen: of all cores' time, what a hypervisor gave to others.
-        pressure: of the time, in which some thread waited for a core.
-    """
-
-    stolen: float
-    pressure: float
-
-
-class SystemEvidence:
-    """Reads the machine's counters, and remembers them until the next reading.
-
-    Args:
-        pressure: the kernel's file of it.
-    """
-
-    def __init__(self, pressure: Path = _PRESSURE) -> None:
-        self._pressure = pressure
+    def __init__(self) -> None:
         self._before = self._read()
 
-    def shares(self) -> SystemShares:
-        """Return what was counted since the reading before."""
+    def share(self) -> float:
+        """Share of all cores' time since the reading before; NaN where it is not
+        counted.
+        """
         before = self._before
         now = self._before = self._read()
-        ticks_s, stolen_s, pressure_s, at_s = (
-            later - earlier for later, earlier in zip(now, before, strict=True)
-        )
-        return SystemShares(
-            stolen=stolen_s / ticks_s if ticks_s > 0 else _UNKNOWN,
-            # Clocks of two counters differ a little. NaN first: it is what stays.
-            pressure=min(pressure_s / at_s, 1.0),
-        )
+        spent_s, stolen_s = now[0] - before[0], now[1] - before[1]
+        return stolen_s / spent_s if spent_s > 0 else float("nan")
 
-    def _read(self) -> tuple[float, float, float, float]:
-        """Seconds of all cores, stolen ones, seconds of pressure, and when."""
+    def _read(self) -> tuple[float, float]:
+        """Seconds of all cores, and the stolen ones among them."""
         times = psutil.cpu_times()._asdict()
         # Guests' time is counted among users' as well.
         spent_s = sum(s for name, s in times.items() if not name.startswith("guest"))
-        pressure_s = _UNKNOWN
-        with suppress(OSError, ValueError):
-            for line in self._pressure.read_text(encoding="ascii").splitlines():
-                if line.startswith("some "):
-                    pressure_s = int(line.rpartition("total=")[2]) * 1e-6
-        stolen_s = times.get("steal", _UNKNOWN)
-        return spent_s, stolen_s, pressure_s, time.perf_counter()
+        return spent_s, times.get("steal", float("nan"))

@@ -1,5 +1,5 @@
-"""Equivalence must be proven, differences must be seen, and ties are no evidence: each
-decision keeps its level where steps are correlated and the machine drifts.
+"""Differences must be seen, and ties are no evidence: each decision keeps its level where
+steps are correlated and the machine drifts.
 """
 
 import numpy as np
@@ -9,10 +9,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from moesim.evidence.validation.results import (
-    Cell,
-    Coordinates,
-    equivalent,
-    estimate_noise,
     kendall_tau,
     measured_order,
     noise_floor,
@@ -23,7 +19,6 @@ from moesim.evidence.validation.verify import Plan, judge
 VALUES = st.lists(st.integers(1, 50), min_size=3, max_size=12)
 STEPS = 15
 REPETITIONS = 5
-REPLICATIONS = 10
 DRAWS = 300
 PLAN = Plan()
 
@@ -55,16 +50,6 @@ CIRCUMSTANCES = {
 circumstances = pytest.mark.parametrize(
     "given_by", CIRCUMSTANCES.values(), ids=CIRCUMSTANCES
 )
-
-
-@circumstances
-def test_a_true_error_of_the_margin_is_called_equivalent_in_five_percent(given_by):
-    rng = np.random.default_rng(2)
-    passed = 0
-    for _ in range(DRAWS):
-        repetitions = runs(rng, REPETITIONS, **given_by).mean(axis=1)
-        passed += equivalent(1.05, repetitions).equivalent
-    assert passed / DRAWS < 0.05 + 3 * np.sqrt(0.05 * 0.95 / DRAWS)
 
 
 @circumstances
@@ -107,46 +92,8 @@ def test_a_perfect_model_misses_an_aim_in_five_percent(given_by):
             if len(noise := runs(rng, REPETITIONS, **own).mean(axis=1))
         ]
         verdict = judge(PLAN, [{"cells": cells}])
-        missed += False in verdict.met(PLAN).values()
+        missed += False in verdict.met.values()
     assert missed / (DRAWS // 2) < 0.05 + 3 * np.sqrt(0.05 * 0.95 / (DRAWS // 2))
-
-
-def test_the_95th_percentile_of_a_perfect_model_is_not_biased():
-    """Medians over repetitions, step by step, have shorter tails than any run."""
-    rng = np.random.default_rng(7)
-    errors = []
-    for _ in range(DRAWS):
-        cell = Cell(Coordinates("t", "s", "p", 0.4, 1.0, 1), True, False)
-        repetitions = runs(rng, REPETITIONS, drift=0.0)
-        cell.steps_s = repetitions.tolist()
-        tails = np.percentile(repetitions, 95, axis=1)
-        cell.measured = [{"tpot_p95_s": tail} for tail in tails]
-        replications = runs(rng, REPLICATIONS, drift=0.0)
-        cell.predicted = {
-            "tpot_p95_s": float(np.percentile(replications, 95, axis=1).mean())
-        }
-        errors.append(cell.error("tpot_p95_s"))
-    assert abs(np.mean(errors)) < 0.01
-
-
-def test_decisions_have_power_where_there_is_something_to_see():
-    """A prediction that is right is proven to be; policies 10 % apart are ordered."""
-    rng = np.random.default_rng(5)
-    proven = ordered = 0
-    for _ in range(50):
-        near = runs(rng, REPETITIONS, scatter=0.05, drift=0.01)
-        proven += equivalent(1.0, near.mean(axis=1)).equivalent
-        slower = 1.1 * runs(rng, REPETITIONS, scatter=0.05, drift=0.01)
-        ordered += measured_order(near.mean(axis=1), slower.mean(axis=1)) == -1
-    assert min(proven, ordered) > 40
-
-
-def test_exact_repetitions_need_no_test():
-    assert equivalent(1.04, [1.0, 1.0]) == (pytest.approx(1.04), 0.0, True)
-    assert not equivalent(1.06, [1.0, 1.0]).equivalent
-    assert measured_order([1.0, 1.0], [1.0, 1.0]) == 0
-    assert measured_order([1.0, 1.0], [1.1, 1.1]) == -1
-    assert measured_order([2.0], [1.0]) == 0, "one repetition orders nothing"
 
 
 def twice(values):
@@ -181,28 +128,29 @@ def test_measurements_far_apart_agree_with_themselves():
     assert repeated_tau([[[1.0, 1.0, 1.0]] * 2]) is None
 
 
-def test_noise_floor_by_hand():
-    """1.0 and 1.1 differ by 0.1 / 1.05, twice; equal ones by nothing."""
-    assert noise_floor([1.0, 1.1, 1.0]) == pytest.approx(0.1 / 1.05)
-    assert noise_floor([2.0, 2.0]) == noise_floor([7.0]) == 0.0
+def test_policies_that_are_apart_are_ordered():
+    """10 % apart, in four of five draws; exact repetitions need no test."""
+    rng = np.random.default_rng(5)
+    ordered = 0
+    for _ in range(50):
+        near, slower = runs(rng, 2 * REPETITIONS, scatter=0.05, drift=0.01).reshape(
+            2, REPETITIONS, STEPS
+        )
+        ordered += measured_order(near.mean(1), 1.1 * slower.mean(1)) == -1
+    assert ordered > 40
+    assert measured_order([1.0, 1.0], [1.0, 1.0]) == 0
+    assert measured_order([1.0, 1.0], [1.1, 1.1]) == -1
+    assert measured_order([2.0], [1.0]) == 0, "one repetition orders nothing"
 
 
-def test_one_repetition_proves_nothing():
-    with pytest.raises(ValueError, match="at least two repetitions"):
-        equivalent(1.0, [1.0])
-
-
-def test_the_noise_of_an_estimate_is_what_a_second_one_differs_by():
+def test_the_noise_floor_is_what_a_second_measurement_differs_by():
     """Means of five draws that scatter by 10 %: the bootstrap finds what really making
-    them anew shows.
+    them anew shows; one repetition says nothing.
     """
     rng = np.random.default_rng(0)
-    runs = rng.normal(1.0, 0.1, (2000, 5, 1))
-    means = runs.mean(axis=(1, 2))
+    repeated = rng.normal(1.0, 0.1, (2000, 5, 1))
+    means = repeated.mean(axis=(1, 2))
     true = np.median(np.abs(means[::2] - means[1::2]))
-    found = [estimate_noise(one, lambda part: float(part.mean())) for one in runs[:200]]
-    assert np.mean(found) == pytest.approx(true, rel=0.1)
-
-
-def test_one_repetition_says_nothing_of_its_noise():
-    assert estimate_noise(np.ones((1, 3)), lambda part: float(part.mean())) == 0.0
+    found = [noise_floor(one) for one in repeated[:200]]
+    assert np.mean(found) == pytest.approx(1.25 * true, rel=0.15)
+    assert noise_floor([[1.0, 2.0]]) == 0.0

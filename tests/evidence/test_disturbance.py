@@ -16,23 +16,18 @@ from support.real_machine import host_profile
 from moesim.evidence.validation import paired_runs
 from moesim.evidence.validation.calibrate import (
     _chosen_steps,
-    _system_reports,
-    is_enough,
     prediction_errors,
 )
 from moesim.evidence.validation.profile_checks import (
     DISTURBED,
-    PRESSURE,
     STOLEN,
     doubts_of,
-    wide_constants,
 )
-from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import undisturbed_medians
 from moesim.hwprofiles.profile import prediction_error, rate_interval
 from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.measure.profile import SystemEvidence, SystemShares, ThreadEvidence
+from moesim.runtime.measure.profile import StolenTime, ThreadEvidence
 from moesim.traces.timeline.operations import OperationTable, Part, lost_shares
 from moesim.traces.timeline.spans import COMPUTE
 
@@ -111,25 +106,18 @@ def test_disturbed_repetitions_are_left_out_whatever_their_length():
     assert undisturbed_medians(lengths_s, lost).tolist() == [2, 2, 1]
 
 
-def test_what_a_hypervisor_takes_is_a_share_of_all_cores(tmp_path, monkeypatch):
+def test_what_a_hypervisor_takes_is_a_share_of_all_cores(monkeypatch):
     """Of 100 further seconds 25 were stolen; guests' are users' as well. Where nothing is
     counted nothing is known.
     """
     Times = namedtuple("Times", "user system idle steal guest")  # noqa: PYI024
     read = iter([Times(10, 10, 80, 5, 7), Times(50, 10, 115, 30, 9)])
     monkeypatch.setattr(psutil, "cpu_times", lambda: next(read))
-    pressure = tmp_path / "cpu"
-    pressure.write_text("some avg10=0.0 avg60=0.0 avg300=0.0 total=0\nfull total=9\n")
-    evidence = SystemEvidence(pressure)
-    pressure.write_text("some avg10=0.0 total=3600000000\nfull total=9\n")
-    shares = evidence.shares()
-    assert shares.stolen == 0.25
-    assert shares.pressure == 1.0, "an hour of it since a moment ago"
+    assert StolenTime().share() == 0.25
 
     Elsewhere = namedtuple("Elsewhere", "user system idle")  # noqa: PYI024
-    monkeypatch.setattr(psutil, "cpu_times", lambda: Elsewhere(1, 2, 3))
-    assert np.isnan(SystemEvidence(tmp_path / "none").shares()).all()
-    assert _system_reports([SystemShares(float("nan"), 0.5)]).keys() == {PRESSURE}
+    read = iter([Elsewhere(1, 2, 3), Elsewhere(2, 2, 3)])
+    assert np.isnan(StolenTime().share())
 
 
 def test_a_repetition_whose_cores_were_stolen_does_not_count():
@@ -140,7 +128,7 @@ def test_a_repetition_whose_cores_were_stolen_does_not_count():
         (shape, trial, paired_runs.simulate(trial, shape, host_profile()))
         for _ in range(3)
     ]
-    chosen, lost = _chosen_steps(runs, [0.2, 0.0, float("nan")], [1.0] * 3)
+    chosen, lost = _chosen_steps(runs, [0.2, 0.0, float("nan")])
     assert not chosen[0].any()
     assert sum(map(np.count_nonzero, chosen)) == len(trial.steps)
     assert (lost == 0.0).all()
@@ -174,49 +162,6 @@ def test_a_rate_has_the_interval_of_its_profile():
     assert prediction_error(profile) == pytest.approx(0.1)
     low, high = rate_interval(49.5, 0.1)
     assert (low, high) == pytest.approx((45.0, 55.0))
-
-
-def test_what_is_still_wide_is_named_with_what_it_does():
-    """A rate known to half of itself is felt; one that nothing uses is not."""
-    base = host_profile()
-    shape = shape_for(paired_runs.ROUTED, "olmoe-1b-7b/8", "float32")
-    assert wide_constants(base, shape) == []
-
-    def known_to(path, relative):
-        number = base.numbers[path]
-        ends = ((1 - relative) * number.value, (1 + relative) * number.value)
-        return {path: replace(number, interval=ends)}
-
-    rate = paths.link("h2d").bytes_per_s
-    numbers = base.numbers | known_to(rate, 0.5) | known_to(paths.PER_OPERATION_S, 0.05)
-    numbers |= known_to(paths.link("d2h").bytes_per_s, 0.9)
-    (wide,) = wide_constants(replace(base, numbers=numbers), shape)
-    assert (wide.path, wide.half_width) == (rate, pytest.approx(0.5))
-    assert wide.effect > 0.05
-    assert f"{rate} is known to ±50 %: predictions move by up to" in wide.words()
-    assert f"{rate} is hardly known" in wide._replace(half_width=9e14).words()
-
-
-@pytest.mark.parametrize(("made", "left_s", "widest", "limited", "enough"), [
-    # Three passes of 5 s are wanted; width is asked only where it decides.
-    (2, -9.0, None, False, False),
-    (3, -9.0, None, False, True),
-    (3, 4.0, None, False, True),
-    (3, 6.0, 0.05, False, False),
-    (3, 6.0, 0.01, False, True),
-    # A limit makes fewer, and one at least.
-    (0, -9.0, None, True, False),
-    (1, 4.0, None, True, True),
-    (1, 6.0, None, True, False),
-])  # fmt: skip
-def test_measuring_goes_on_until_it_is_narrow_or_time_is_over(
-    made, left_s, widest, limited, enough
-):
-    def asked():
-        assert widest is not None, "a fit that decides nothing"
-        return widest
-
-    assert is_enough(made, 3, left_s, 5.0, asked, limited=limited) is enough
 
 
 def test_predictions_of_the_runs_themselves_are_exact():

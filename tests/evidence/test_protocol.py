@@ -69,7 +69,7 @@ def test_an_error_counts_beyond_the_interval_of_the_measurement():
     assert verdict.counted.max() == 0.0
     verdict = judged(cell("a", scattered, 1.2))
     assert verdict.counted.max() == pytest.approx(1.2 - high)
-    assert verdict.met(ONE)["worst"] is False
+    assert verdict.met["worst"] is False
     assert interval([2.0]) == (2.0, 2.0, 2.0)
 
 
@@ -84,7 +84,7 @@ def test_cells_that_others_disturbed_or_that_scatter_do_not_count():
     assert (counts, disturbed) == ("", "other programs took 20 %")
     assert scattered.startswith("repetitions differ")
     assert verdict.counted.tolist() == pytest.approx([0.02])
-    assert verdict.met(ONE)["median"]
+    assert verdict.met["median"]
 
 
 def test_only_pairs_that_repetitions_order_count():
@@ -101,7 +101,7 @@ def test_only_pairs_that_repetitions_order_count():
     cells[1]["predicted"]["tpot_s"] = 0.5
     wrong = judged(*cells)
     assert wrong.tau < 1.0
-    assert wrong.met(ONE)["order"] is False
+    assert wrong.met["order"] is False
 
 
 def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():

@@ -77,6 +77,3 @@ def test_the_walk_would_see_it():
     assert "moesim.evidence.validation.results" in reached(
         "moesim/evidence/validation/grid.py"
     )
-    assert "moesim.evidence.validation.drift" in reached(
-        "moesim/evidence/validation/calibrate.py"
-    ) & reached("moesim/evidence/validation/grid.py")

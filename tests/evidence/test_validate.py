@@ -15,7 +15,6 @@ from support.validations import cell, result
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.validation.drift import step_seconds, terms, terms_by_step
 from moesim.evidence.validation.grid import decisions, timing_free, validate
 from moesim.evidence.validation.paired_runs import Trial, simulate
 from moesim.evidence.validation.profile_checks import machine_differences, warnings_of
@@ -32,33 +31,8 @@ from moesim.traces.format.reader import open_trace
 TRACE = Path(__file__).parents[2] / "traces" / "data" / "tiny_evaluation.parquet"
 KEYS = {
     "cells", "tpot_error_median", "tpot_error_max", "ttft_error_median", "hits_equal",
-    "kendall_tau", "noise_floor", "tost_pass_share",
+    "kendall_tau", "noise_floor",
 }  # fmt: skip
-
-
-def test_cells_that_are_predicted_to_take_the_very_same_time_do_the_same_work():
-    """1.0, 1.1 and 1.32 s at three cache ratios: pairs differ by 10, 32 and 20 %; the
-    fourth does other work.
-    """
-    report = result(
-        cell("all-cpu", [1.0, 1.0], 1.2),
-        cell("all-cpu", [1.1, 1.1], 1.2, ratio=0.7),
-        cell("all-cpu", [1.32, 1.32], 1.2, ratio=0.9),
-        cell("greedy", [5.0, 5.0], 1.3),
-    )
-    assert report["same_work"] == {
-        "count": 3,
-        "tpot_differs_median": pytest.approx(0.2),
-        "tpot_differs_max": pytest.approx(0.32),
-    }
-    assert (
-        "same work differ from each other (3 pairs) | median 20.0 %, worst 32.0 %"
-        in validation_answer(report).markdown()
-    )
-    assert (
-        "same work"
-        not in validation_answer(result(cell("greedy", [5.0], 1.3))).markdown()
-    )
 
 
 def test_the_summary_by_hand():
@@ -76,11 +50,7 @@ def test_the_summary_by_hand():
     assert report["tpot_error_max"] == pytest.approx(0.1)
     assert report["kendall_tau"] == 1.0
     assert report["noise_floor"] == 0.0
-    assert report["noise_floor_max"] > 0.0
-    assert report["repetitions_differ"] == 0.0
-    assert report["cells"][0]["repetitions_differ"] == pytest.approx(0.04)
-    assert report["below_noise_share"] == pytest.approx(0.0)
-    assert report["tost_pass_share"] == pytest.approx(1 / 3)
+    assert report["cells"][0]["noise_floor"] > 0.0
     assert report["hits_equal"] is True
 
 
@@ -98,28 +68,6 @@ def test_what_was_held_out_is_told_apart():
     assert (report["held_out"]["count"], report["calibrated"]["count"]) == (1, 1)
     assert report["held_out"]["tpot_error_median"] == pytest.approx(0.2)
     assert report["calibrated"]["tpot_error_median"] == pytest.approx(0.01)
-
-
-def test_what_the_machine_did_since_its_calibration_is_told_apart_from_what_the_model_missed():
-    """Predicted 1.0, three quarters of it dense; measured 1.05. Dense parts take 4 %
-    longer now: that is 3 of the 5.
-    """
-    report = result(cell("a", [1.05, 1.05], 1.0, drift={"dense": 0.04, "lanes": 0.0}))
-    assert report["tpot_error_median"] == pytest.approx(1 - 1 / 1.05)
-    assert report["at_speed"]["tpot_error_signed_median"] == pytest.approx(
-        1.03 / 1.05 - 1.0
-    )
-    assert (
-        "| reference runs took longer than when it was calibrated by | dense 4.0 %,"
-        " lanes 0.0 % |" in validation_answer(report).markdown()
-    )
-    assert (
-        "| per token error without that drift, median | 1.9 % |"
-        in validation_answer(report).markdown()
-    )
-    unknown = result(cell("a", [1.05, 1.05], 1.0))
-    assert unknown["at_speed"]["tpot_error_median"] is None
-    assert "without that drift" not in validation_answer(unknown).markdown()
 
 
 def test_errors_are_told_apart_by_every_coordinate():
@@ -150,28 +98,6 @@ def test_a_machine_that_changed_while_it_was_calibrated_is_named():
     assert any("changed its speed by 22 %" in warning for warning in said)
     kept = replace(steady, fit=fit | {"drift": dict.fromkeys(FIT_KEYS, 0.02)})
     assert not any("speed" in warning for warning in warnings_of(kept, 0.0))
-
-
-def test_terms_are_shares_of_the_measured_makespan():
-    """Each term is 2 of 10; predicted 10 % more: 0.2 / 10."""
-    assert cell("a", [1.0, 1.0], 1.1).term_errors()["dense"] == pytest.approx(0.02)
-
-
-def test_terms_add_up_to_the_makespan():
-    trace = open_trace(TRACE)
-    memory = MemoryOptions(cache_ratio=0.3)
-    trial = Trial("greedy+lru", memory, list(compose(trace, steps=6)))
-    timeline = simulate(trial, trace.shape, load_profile("two-core-host"))
-    chunk = next(timeline.chunks())
-    seconds = terms(timeline)
-    assert sum(seconds.values()) == pytest.approx(
-        chunk["end_s"].max() - chunk["start_s"].min()
-    )
-    assert min(seconds.values()) > 0
-    steps = terms_by_step(timeline)
-    assert sum(steps.values())[1:] == pytest.approx(step_seconds(timeline)), (
-        "of each step as well"
-    )
 
 
 @pytest.mark.parametrize(("policy", "free"), [
@@ -227,24 +153,15 @@ def test_another_cache_makes_other_copies_and_another_lane_other_products():
     assert lru[0] != cpu[0]
 
 
-def test_bytes_of_real_and_simulated_runs_are_equal(grid):
-    """What is copied and read follows from the plans, so it is no matter of timing
-    either.
-    """
-    for row in grid["cells"]:
-        assert all(
-            run["bytes"] == row["predicted"]["bytes"] for run in row["measured"]
-        ), row["policy"]
-    assert any(row["predicted"]["bytes"]["ssd"] for row in grid["cells"])
-
-
 def test_every_cell_was_run_three_times_and_has_its_figures(grid):
     assert {len(row["measured"]) for row in grid["cells"]} == {3}
     assert all(
         row["tpot_error"] is not None and row["ttft_error"] is not None
         for row in grid["cells"]
     )
-    assert all(len(row["step_errors"]) == 4 for row in grid["cells"])
+    assert all(
+        len(run["steps_s"]) == 4 for row in grid["cells"] for run in row["measured"]
+    )
     assert np.isfinite(grid["tpot_error_median"])
     assert any("not calibrated" in warning for warning in grid["warnings"])
 
@@ -262,7 +179,7 @@ def test_the_report_is_whole(grid, tmp_path):
     text = validation_answer(grid).markdown()
     assert text.count("| greedy+lfu |") == 4
     assert "greedy+lfu" in validation_answer(grid).text()
-    assert validation_answer(grid).html().count("<figure>") == 4
+    assert validation_answer(grid).html().count("<figure>") == 1
     written = [path.suffix for path in save(grid, tmp_path)]
     assert written == [".json", ".md", ".html"]
 

@@ -15,7 +15,7 @@ from moesim.cli.output import PlainProgress
 from moesim.evidence.validation import grid as grid_module
 from moesim.evidence.validation.grid import _Budget, validate
 from moesim.evidence.validation.paired_runs import simulate
-from moesim.evidence.validation.verify import Plan, verdict_of
+from moesim.evidence.validation.verify import Plan, judge
 from moesim.hwprofiles.schema import ProfileError
 
 GRID = {"steps": 3, "repetitions": 3, "replications": 2}
@@ -170,7 +170,7 @@ STEADY = [1.0, 1.001, 0.999, 1.0005, 0.9995]
 
 
 def verdict(*cells):
-    return verdict_of(Plan(), result(*cells) | {"config": {"left_out": ""}})
+    return judge(Plan(), [result(*cells)])
 
 
 def test_the_verdict_by_hand():

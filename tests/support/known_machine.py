@@ -204,6 +204,24 @@ def machine_with_contention(scatter: float):
     )
 
 
+class Slower:
+    """A timeline whose spans took longer by a factor."""
+
+    def __init__(self, timeline, factor: float) -> None:
+        self._timeline = timeline
+        self._factor = factor
+
+    def __getattr__(self, name):
+        """Everything else is the timeline's."""
+        return getattr(self._timeline, name)
+
+    def chunks(self):
+        """Its spans."""
+        for chunk in self._timeline.chunks():
+            times = {name: self._factor * chunk[name] for name in ("start_s", "end_s")}
+            yield {**chunk, **times}
+
+
 def learned_contention(noise: Noise, seed: int, specs=("olmoe-1b-7b/4",)):
     """Contention that the fit of operations finds in simulated runs of such a machine,
     by path.
@@ -220,12 +238,14 @@ def learned_contention(noise: Noise, seed: int, specs=("olmoe-1b-7b/4",)):
     drift = 1.0 + noise.drift * rng.standard_normal(len(runs))
     designed = [
         DesignedRun(
-            simulate(trial, shape, machine, noise_seed=1000 * seed + number),
+            Slower(
+                simulate(trial, shape, machine, noise_seed=1000 * seed + number),
+                drift[number],
+            ),
             shape,
             assignment="",
             context_tokens=(),
             workers=machine.workers,
-            pace=1 / drift[number],
         )
         for number, (shape, trial) in enumerate(runs)
     ]

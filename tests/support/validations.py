@@ -1,24 +1,12 @@
 """Validations by hand: cells of measured and predicted runs, and their result."""
 
-from moesim.evidence.validation.drift import TERMS
 from moesim.evidence.validation.results import Cell, Coordinates, Validation
 
 
-def one_run(tpot_s, *, hits=3, ttft_s=1.0, planning_s=0.1):
-    return {
-        "tpot_s": tpot_s,
-        "tpot_p50_s": tpot_s,
-        "tpot_p95_s": tpot_s,
-        "ttft_s": ttft_s,
-        "hits": hits,
-        "delayed_hits": 0,
-        "misses": 1,
-        "planning_s": planning_s,
-        "makespan_s": 10 * tpot_s,
-        "busy_s": {"cpu": 1.0},
-        "bytes": {"h2d0": 8},
-        "terms": dict.fromkeys(TERMS, 2 * tpot_s),
-    }
+def one_run(tpot_s, *, hits=3, lost=0.0):
+    figures = {"tpot_s": tpot_s, "ttft_s": 1.0, "hits": hits}
+    figures |= {"delayed_hits": 0, "misses": 1}
+    return figures | {"lost": lost, "steps_s": [tpot_s] * 8}
 
 
 def cell(
@@ -30,20 +18,15 @@ def cell(
     hits=3,
     ratio=0.5,
     extrapolated=False,
-    host=1.0,
-    drift=None,
+    batch=1,
+    lost=0.0,
 ):
     return Cell(
-        Coordinates("t.parquet", "s", policy, ratio, host, 1),
+        Coordinates("t.parquet", "s", policy, ratio, 1.0, batch),
         free,
         extrapolated,
-        [one_run(value) for value in measured],
+        [one_run(value, lost=lost) for value in measured],
         one_run(predicted, hits=hits),
-        predicted,
-        [[value] * 8 for value in measured],
-        [predicted] * 8,
-        {"dense": [3.0] + [0.75] * 8, "lanes": [1.0] + [0.25] * 8},
-        drift,
     )
 
 

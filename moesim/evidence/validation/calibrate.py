@@ -18,15 +18,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.base.files import ScratchFolder
-from moesim.evidence.validation.drift import ReferenceRuns
 from moesim.evidence.validation.paired_runs import (
     ROUTED,
-    Design,
     Trial,
     TrialRunner,
     designs,
@@ -36,16 +34,13 @@ from moesim.evidence.validation.paired_runs import (
 from moesim.evidence.validation.profile_checks import (
     DISTURBED,
     MOST_LOST,
-    PACE,
-    PRESSURE,
     STOLEN,
     doubts_of,
     save_trusted,
-    wide_constants,
 )
 from moesim.hwprofiles.calibration.estimates import FitReport, undisturbed_medians
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
-from moesim.hwprofiles.calibration.fit_runs import profile_entries
+from moesim.hwprofiles.calibration.fit_runs import profile_curves, profile_entries
 from moesim.hwprofiles.calibration.observations import DesignedRun
 from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile
 from moesim.policies.systems import compose
@@ -56,7 +51,6 @@ from moesim.traces.timeline.operations import lost_shares
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.runtime.measure.profile import SystemShares
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Timeline
 
@@ -65,8 +59,6 @@ SHAPES = ("olmoe-1b-7b/2", "olmoe-1b-7b/4")
 overhead from bandwidth.
 """
 
-NARROW = 0.02
-"""Change of a prediction within a constant's interval that needs no further runs."""
 _PASSES = 5
 _QUICK_PASSES = 3
 """How often all designed runs are run."""
@@ -84,7 +76,6 @@ def learn(
     name: str,
     seed: int = 0,
     stolen: Sequence[float] | None = None,
-    pace: Sequence[float] | None = None,
 ) -> HardwareProfile:
     """Put what finished runs show into a profile of the machine they ran on.
 
@@ -96,10 +87,8 @@ def learn(
         seed: of the resampling behind intervals.
         stolen: share of the cores' time that a hypervisor gave to others, by run; NaN
             where it is not counted.
-        pace: factor by which the machine took longer than usual, by run.
     """
-    paces = [1.0] * len(runs) if pace is None else pace
-    chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs), paces)
+    chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs))
     designed = [
         DesignedRun(
             timeline,
@@ -109,26 +98,17 @@ def learn(
             context_tokens=[step.context_tokens for step in trial.steps],
             workers=base.workers,
             kept=kept,
-            pace=slower,
         )
-        for (shape, trial, timeline), kept, slower in zip(
-            runs, chosen_steps, paces, strict=True
-        )
+        for (shape, trial, timeline), kept in zip(runs, chosen_steps, strict=True)
     ]
     calibration = fit(designed, date=date, seed=seed)
-
-    # Distributions of operations in isolation are not those of runs, and their farthest
-    # outliers would be drawn.
-    base_curves = {
-        path: replace(curve, quantiles=()) for path, curve in base.curves.items()
-    }
     return replace(
         base,
         name=name,
         kind="measured",
         date=date,
         numbers=profile_entries(calibration.numbers, base.numbers),
-        curves={**base_curves, **calibration.curves},
+        curves=profile_curves(calibration.curves, base.curves),
         fit={**base.fit, **calibration.fit, DISTURBED: disturbance_report(lost)},
     )
 
@@ -143,19 +123,6 @@ def disturbance_report(lost: np.ndarray) -> dict[str, float]:
     return FitReport.of(lost, len(lost))._replace(held_out=disturbed).as_table()
 
 
-def _system_reports(shares: Sequence[SystemShares]) -> dict[str, dict[str, float]]:
-    """Report what the kernel counted of the whole machine, where it did."""
-    counted = {
-        STOLEN: np.array([share.stolen for share in shares]),
-        PRESSURE: np.array([share.pressure for share in shares]),
-    }
-    return {
-        name: disturbance_report(known[np.isfinite(known)])
-        for name, known in counted.items()
-        if np.isfinite(known).any()
-    }
-
-
 def _repetitions(runs: Sequence[MadeRun]) -> list[list[int]]:
     """Numbers of the runs of each trial.
 
@@ -168,9 +135,7 @@ def _repetitions(runs: Sequence[MadeRun]) -> list[list[int]]:
 
 
 def _chosen_steps(
-    runs: Sequence[MadeRun],
-    stolen: Sequence[float],
-    paces: Sequence[float],
+    runs: Sequence[MadeRun], stolen: Sequence[float]
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Choose, for every step of a trial, the repetition that counts.
 
@@ -191,9 +156,7 @@ def _chosen_steps(
         )
         # No thread sees what is stolen; it is known of the whole run only.
         lost += np.nan_to_num(np.asarray(stolen)[numbers])[:, None]
-        # By length at the same pace, or those of one time would be chosen throughout.
-        pace = np.asarray(paces)[numbers]
-        best = undisturbed_medians(seconds / pace[:, None], lost)
+        best = undisturbed_medians(seconds, lost)
         lost_by_step.append(lost[best, np.arange(len(best))])
         for repetition, number in enumerate(numbers):
             chosen[number] = best == repetition
@@ -224,22 +187,24 @@ def calibrate(
         stores: folder for the experts' stores; a temporary one when None.
         seed: of the drawn routing.
         force: write a profile that cannot be trusted all the same.
-        minutes: at most so long, stores included, until no constant moves predictions
-            by more than `NARROW`; None makes the usual number of passes, at least one.
+        minutes: at most so long, stores included; fewer passes are made where the
+            usual number does not fit, at least one.
         progress: called with what is done next and the share that is done.
 
     Raises:
         ProfileError: the profile cannot be trusted.
         TraceError, StoreError, RuntimeFault: in one line.
     """
-    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.profile import (  # noqa: PLC0415 - torch
+        StolenTime,
+        measure,
+    )
 
-    begin_s = time.monotonic()
+    began_s = time.monotonic()
     report_progress = progress or (lambda _purpose, _share: None)
     target = Path(out)
     load = os.getloadavg()[0]
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    least_passes = _QUICK_PASSES if quick else _PASSES
     # Stores are deleted last: runners read from them until they are closed.
     with ScratchFolder(stores) as folder, ExitStack() as runners:
         report_progress("the machine's lanes", 0.0)
@@ -249,168 +214,60 @@ def calibrate(
         dtype = experts_dtype(base)
 
         # All runners stay open, so that passes over both shapes can take turns.
-        planned: list[tuple[TrialRunner, Design]] = []
+        planned = []
         for number, spec in enumerate(shapes):
-            runner = TrialRunner(
-                shape_of(spec, dtype),
-                base,
-                dtype=dtype,
-                store=folder / str(number),
-            )
+            shape, store = shape_of(spec, dtype), folder / str(number)
+            runner = TrialRunner(shape, base, dtype=dtype, store=store)
             runners.enter_context(runner)
-            of_shape = designs(runner.shape, quick=quick, seed=seed)
+            of_shape = designs(shape, quick=quick, seed=seed)
             # The first run meets memory that was never written; it does not count.
             runner.run(of_shape[-1].trial, base, seed=seed)
             planned += [(runner, design) for design in of_shape]
 
-        reference = ReferenceRuns(base, dtype, folder, runners)
-        made = _Passes(planned, base, reference, seed, date)
-        while True:
-            left_s = 60.0 * (minutes or 0.0) - (time.monotonic() - begin_s)
-            limited = minutes is not None
-            if is_enough(
-                made.passes,
-                least_passes,
-                left_s,
-                made.pass_s,
-                made.widest,
-                limited=limited,
+        others = StolenTime()
+        runs: list[MadeRun] = []
+        stolen: list[float] = []
+        passes = _QUICK_PASSES if quick else _PASSES
+        for number in range(passes):
+            pass_began_s = time.monotonic()
+            # Forth and back: what drifts meanwhile hits all alike.
+            for runner, design in planned[::-1] if number % 2 else planned:
+                share = len(runs) / (passes * len(planned))
+                report_progress(f"{runner.shape.name}: {design.purpose}", share)
+                timeline = runner.run(design.trial, base, seed=seed)
+                stolen.append(others.share())
+                runs.append((runner.shape, design.trial, timeline))
+            now_s = time.monotonic()
+            if minutes is not None and (
+                now_s - began_s + now_s - pass_began_s > 60.0 * minutes
             ):
                 break
-            made.make(least_passes, report_progress)
 
+    made = len(runs) // len(planned)
+    profile = learn(runs, base, date=date, name=target.stem, seed=seed, stolen=stolen)
+    tpot_s = np.array([_tpot_s(timeline) for _, _, timeline in runs])
+    tpot_s = tpot_s.reshape(made, -1)
+    # Every other pass went backwards.
+    tpot_s[1::2] = tpot_s[1::2, ::-1]
+    known = np.array(stolen)[np.isfinite(stolen)]
     profile = replace(
-        made.profile(target),
+        profile,
         description=(
             f"{base.description.partition(';')[0]}; calibrated by {len(planned)}"
-            f" designed runs, {made.passes} times each, with {', '.join(shapes)}"
+            f" designed runs, {made} times each, with {', '.join(shapes)}"
             f" ({dtype}); load average {load:.1f} when it began"
         ),
+        fit={
+            **profile.fit,
+            **_stability(tpot_s),
+            **({STOLEN: disturbance_report(known)} if len(known) else {}),
+            PREDICTIONS: prediction_errors(runs, profile),
+        },
+        where=target.name,
     )
     save_trusted(profile, target, doubts_of(profile), "calibrate again", force=force)
     report_progress("done", 1.0)
     return profile
-
-
-class _Passes:
-    """Passes over all designed runs, with reference runs in between.
-
-    Args:
-        planned: runs, with what makes them.
-        base: profile of this machine.
-        reference: tells how fast the machine is meanwhile.
-        seed: of drawn routing.
-        date: of today.
-
-    Attributes:
-        runs: that were made.
-        passes: how many are whole.
-        pass_s: seconds of the last one.
-    """
-
-    def __init__(
-        self,
-        planned: Sequence[tuple[TrialRunner, Design]],
-        base: HardwareProfile,
-        reference: ReferenceRuns,
-        seed: int,
-        date: str,
-    ) -> None:
-        from moesim.runtime.measure.profile import SystemEvidence  # noqa: PLC0415
-
-        self._planned = planned
-        self._base = base
-        self._seed = seed
-        self._date = date
-        self._evidence = SystemEvidence()
-        self._reference = reference
-        self.runs: list[MadeRun] = []
-        self._system: list[SystemShares] = []
-        self.passes = 0
-        self.pass_s = 0.0
-
-    def make(self, least: int, report_progress: Callable[[str, float], None]) -> None:
-        """Make one more pass, of at least so many."""
-        begin_s = time.monotonic()
-        # Forth and back: what drifts meanwhile hits all alike.
-        order = self._planned[::-1] if self.passes % 2 else self._planned
-        total = max(self.passes + 1, least) * len(self._planned)
-        for runner, design in order:
-            shape = runner.shape
-            share = len(self.runs) / total
-            report_progress(f"{shape.name}: {design.purpose}", share)
-            self._reference.run_if_due()
-            self._evidence.shares()
-            timeline = runner.run(design.trial, self._base, seed=self._seed)
-            self._system.append(self._evidence.shares())
-            self.runs.append((shape, design.trial, timeline))
-        self.passes += 1
-        self.pass_s = time.monotonic() - begin_s
-
-    def widest(self) -> float:
-        """Largest effect of a constant that is still wide."""
-        learned = self.learn("so-far")
-        wide = wide_constants(learned, self._planned[0][0].shape)
-        return max((constant.effect for constant in wide), default=0.0)
-
-    def learn(self, name: str, **known: Any) -> HardwareProfile:
-        """Put what the runs show into a profile; `known` as in `learn`."""
-        return learn(
-            self.runs, self._base, date=self._date, name=name, seed=self._seed, **known
-        )
-
-    def profile(self, target: Path) -> HardwareProfile:
-        """The profile of all runs, for a file, with how well it predicts them."""
-        # No fit may learn costs from the reference runs, only when the machine was
-        # slower.
-        pace = self._reference.pace()
-        stolen = [system.stolen for system in self._system]
-        profile = self.learn(target.stem, stolen=stolen, pace=pace.tolist())
-        tpot_s = np.array([_tpot_s(timeline) for _, _, timeline in self.runs])
-        tpot_s = tpot_s.reshape(self.passes, -1)
-        # Every other pass went backwards.
-        tpot_s[1::2] = tpot_s[1::2, ::-1]
-        profile = replace(
-            profile,
-            numbers={**profile.numbers, **self._reference.quantities(self._date)},
-            where=target.name,
-        )
-        fit = {
-            **profile.fit,
-            **_stability(tpot_s),
-            **_system_reports(self._system),
-            PACE: disturbance_report(np.abs(pace - 1.0)),
-            PREDICTIONS: prediction_errors(self.runs, profile),
-        }
-        return replace(profile, fit=fit)
-
-
-def is_enough(
-    made: int,
-    least: int,
-    left_s: float,
-    pass_s: float,
-    widest: Callable[[], float],
-    *,
-    limited: bool = False,
-) -> bool:
-    """Tell whether designed runs were repeated often enough.
-
-    Args:
-        made: repetitions so far.
-        least: that are made in any case.
-        left_s: seconds that are left.
-        pass_s: seconds of one more repetition.
-        widest: largest change of a prediction by a constant that is still wide; asked
-            only where it decides, since it takes a fit.
-        limited: whether the seconds are a limit; fewer repetitions are made then.
-    """
-    # One pass in any case: without it there is nothing to learn from.
-    if limited and made and left_s < pass_s:
-        return True
-    if made < least:
-        return False
-    return left_s < pass_s or left_s <= 0.0 or widest() <= NARROW
 
 
 def prediction_errors(

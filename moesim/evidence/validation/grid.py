@@ -25,16 +25,6 @@ import pandas as pd
 
 from moesim.base.files import ScratchFolder
 from moesim.base.long_work import Every, Journal
-from moesim.evidence.validation.drift import (
-    TERMS,
-    ReferenceRuns,
-    drift,
-    has_reference_runs,
-    nearest_run,
-    step_seconds,
-    terms,
-    terms_by_step,
-)
 from moesim.evidence.validation.paired_runs import (
     Trial,
     TrialRunner,
@@ -161,10 +151,6 @@ def validate(
     return validation
 
 
-def _utc(form: str, seconds: float) -> str:
-    return time.strftime(form, time.gmtime(seconds))
-
-
 class _Budget:
     """How long a validation may take, and what still fits.
 
@@ -205,10 +191,13 @@ class _Budget:
 
 
 def _trial(
-    trace: Trace, shape: ModelShape, coordinates: Coordinates, steps: int
+    trace: Trace,
+    shape: ModelShape,
+    coordinates: Coordinates,
+    steps: int,
+    policies: Policies,
 ) -> Trial:
     policy = coordinates.policy
-    policies = compose_system(policy).build(gpus=1, host_cache=None)
     # In the order in which policies name them, each once.
     needed = tuple(
         dict.fromkeys(column for part in policies.all() for column in part.needs)
@@ -218,18 +207,11 @@ def _trial(
     # None is no limit, and no SSD; a limit that holds everything would still have one.
     host_bytes = None
     if coordinates.host_ratio < 1:
-        all_bytes = shape.routed_bytes
-        host_bytes = int(coordinates.host_ratio * all_bytes)
+        host_bytes = int(coordinates.host_ratio * shape.routed_bytes)
     memory = MemoryOptions(
-        cache_ratio=coordinates.cache_ratio,
-        host_memory_bytes=host_bytes,
+        cache_ratio=coordinates.cache_ratio, host_memory_bytes=host_bytes
     )
-    passes = compose(
-        trace,
-        batch=coordinates.batch,
-        steps=steps,
-        columns=needed,
-    )
+    passes = compose(trace, batch=coordinates.batch, steps=steps, columns=needed)
     return Trial(policy, memory, list(passes))
 
 
@@ -262,8 +244,7 @@ class _PlannedCell(NamedTuple):
 
 
 class _Grid:
-    """All cells with their trials, the runners that make them, and reference runs that
-    tell how fast the machine is now.
+    """All cells with their trials, and the runners that make them.
 
     Args:
         profile: of this machine.
@@ -285,7 +266,6 @@ class _Grid:
         self._profile = profile
         self._made_with = made_with
         self._seed: int = made_with["seed"]
-        self._dtype: str = made_with["dtype"]
         self._folder = folder
         self._open_runners = runners
         self._began_s = time.time()
@@ -293,18 +273,19 @@ class _Grid:
         self._runners: dict[ModelShape, TrialRunner] = {}
         self._warm: set[ModelShape] = set()
         self.cells: list[_PlannedCell] = []
-        self._reference: ReferenceRuns | None = None
-        if has_reference_runs(profile):
-            self._reference = ReferenceRuns(profile, self._dtype, folder, runners)
 
     def add(self, shape: ModelShape, trace: Trace, coordinates: Coordinates) -> None:
         """Put in one cell; stores of the same shape hold the same random weights."""
         if shape not in self._runners:
             store = self._folder / str(len(self._runners))
-            runner = TrialRunner(shape, self._profile, dtype=self._dtype, store=store)
+            runner = TrialRunner(
+                shape, self._profile, dtype=self._made_with["dtype"], store=store
+            )
             self._runners[shape] = self._open_runners.enter_context(runner)
-        trial = _trial(trace, shape, coordinates, self._made_with["steps"])
-        policies = compose_system(trial.policy).build(gpus=1, host_cache=None)
+        system = compose_system(coordinates.policy)
+        policies = system.build(gpus=1, host_cache=None)
+        steps = self._made_with["steps"]
+        trial = _trial(trace, shape, coordinates, steps, policies)
         cell = Cell(
             coordinates,
             timing_free=timing_free(policies),
@@ -314,17 +295,9 @@ class _Grid:
 
     def validation(self) -> Validation:
         """The report of what there is so far."""
-        now = {}
-        if self._reference is not None and self._reference.is_made:
-            now = self._reference.quantities(_utc("%Y-%m-%d", self._began_s))
-        for cell, shape, _ in self.cells:
-            # Each cell is held against the reference run most like it.
-            has_ssd = cell.coordinates.host_ratio < 1
-            run = nearest_run(shape, self._dtype, ssd=has_ssd)
-            cell.drift = drift(self._profile, now, run)
         left_out = self.left_out()
         config = self._made_with | {
-            "date": _utc("%Y-%m-%d %H:%M UTC", self._began_s),
+            "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self._began_s)),
             "seconds": round(time.time() - self._began_s),
             "load_before": round(self._load, 2),
             "load_after": round(os.getloadavg()[0], 2),
@@ -343,8 +316,8 @@ class _Grid:
         report: Every,
         report_progress: Callable[[str, float], None],
     ) -> None:
-        """Run all in a drawn order with simulations and reference runs in between, then
-        back, and so on, as far as the time allows.
+        """Run all in a drawn order with simulations in between, then back, and so on,
+        as far as the time allows.
         """
         count = len(self.cells)
         repetitions = self._made_with["repetitions"]
@@ -364,15 +337,13 @@ class _Grid:
             for number, planned in enumerate(order):
                 cell = planned.cell
                 done = repetition * count + number
-                report_progress(_describe(cell), done / (count * repetitions))
+                report_progress(str(cell.coordinates), done / (count * repetitions))
                 expected_s = seconds.get(cell.coordinates)
                 # More were restored from the journal, or an earlier one left out.
                 if len(cell.measured) != repetition or not budget.allows(
                     first_pass=repetition == 0, expected_s=expected_s
                 ):
                     continue
-                if self._reference is not None:
-                    self._reference.run_if_due()
                 self._warm_up(planned)
                 begin_s = time.monotonic()
                 seconds[cell.coordinates] = self._run_cell(planned)
@@ -400,8 +371,13 @@ class _Grid:
         runner = self._runners[shape]
         begin_s = time.monotonic()
         timeline = runner.run(trial, self._profile, seed=self._seed)
-        cell.measured.append(_figures(timeline))
-        cell.steps_s.append(step_seconds(timeline).tolist())
+        lost = lost_shares(timeline.operations, step_lengths(timeline))
+        figures = {
+            "lost": float(np.median(lost)),
+            # The gaps of which TPOT is the mean.
+            "steps_s": np.diff(timeline.step_frame()["end_s"]).tolist(),
+        }
+        cell.measured.append(_figures(timeline) | figures)
         run_s = time.monotonic() - begin_s
         # The same simulation answers for all repetitions.
         if not cell.predicted:
@@ -423,57 +399,21 @@ class _Grid:
     def _predict(
         self, cell: Cell, shape: ModelShape, trial: Trial, measured: Timeline
     ) -> None:
-        # With means, every maximum over lanes comes out too early; the mean over draws
-        # is the prediction, and the means are kept to show by how much.
+        # With means, every maximum over lanes comes out too early, so the mean over
+        # draws is the prediction.
         means = simulate(trial, shape, self._profile, seed=self._seed)
-        seed = self._seed
+        last_seed = self._seed + self._made_with["replications"]
         drawn = [
-            simulate(trial, shape, self._profile, noise_seed=noise_seed, seed=seed)
-            for noise_seed in range(seed, seed + self._made_with["replications"])
+            simulate(trial, shape, self._profile, noise_seed=drawn, seed=self._seed)
+            for drawn in range(self._seed, last_seed)
         ]
-        timelines = drawn or [means]
-
-        cell.predicted = _averaged([_figures(timeline) for timeline in timelines])
-        cell.means_tpot_s = summarise(means)["tpot_s"]
+        replications = pd.DataFrame([_figures(each) for each in drawn or [means]])
+        # A run of one step has no TPOT.
+        mean = replications.astype(float).mean().replace(np.nan, None)
+        cell.predicted = {str(key): value for key, value in mean.items()}
         cell.decisions_equal = decisions(measured) == decisions(means)
-        by_term = [terms_by_step(timeline) for timeline in timelines]
-        for term in TERMS:
-            mean_s = np.mean([seconds[term] for seconds in by_term], axis=0)
-            cell.predicted_terms_s[term] = mean_s.tolist()
-        steps_s = [step_seconds(timeline) for timeline in timelines]
-        cell.predicted_steps_s = np.mean(steps_s, axis=0).tolist()
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:
     metrics = summarise(timeline)
-    lost = lost_shares(timeline.operations, step_lengths(timeline))
-    return {
-        "lost": float(np.median(lost)),
-        **{key: metrics[key] for key in FIGURES},
-        "busy_s": metrics["busy_s"],
-        "bytes": metrics["bytes"],
-        "terms": terms(timeline),
-    }
-
-
-def _averaged(replications: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean of figures, also within tables; what is equal everywhere stays as it is."""
-    mean: dict[str, Any] = {}
-    for key, value in replications[0].items():
-        values = [figures[key] for figures in replications]
-        if isinstance(value, dict):
-            mean[key] = _averaged(values)
-        elif value is None or all(other == value for other in values):
-            # Counts stay integers, so that they can be compared with measured ones.
-            mean[key] = value
-        else:
-            mean[key] = float(np.mean(values))
-    return mean
-
-
-def _describe(cell: Cell) -> str:
-    at = cell.coordinates
-    return (
-        f"{at.trace}, {at.shape}, {at.policy}, cache {at.cache_ratio:g},"
-        f" batch {at.batch}"
-    )
+    return {key: metrics[key] for key in FIGURES}

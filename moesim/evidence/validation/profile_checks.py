@@ -4,23 +4,17 @@ changed its speed, no calibration.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING
 
 from moesim.base.host_limits import available_cores
-from moesim.evidence.validation.paired_runs import designs, simulate
-from moesim.hwprofiles import paths
 from moesim.hwprofiles.profile import PREDICTIONS, save_profile
 from moesim.hwprofiles.schema import ProfileError
-from moesim.traces.timeline.metrics import summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from moesim.evidence.validation.paired_runs import Trial
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.traces.format.schema import ModelShape
 
 MOST_SPEED_CHANGE = 0.05
 """By how much the last of the identical runs of a calibration may differ from the
@@ -32,12 +26,7 @@ MOST_NOISE = 0.15
 """By how much two identical runs of a calibration may differ in the median."""
 DISTURBED = "disturbed"
 STOLEN = "stolen"
-PRESSURE = "pressure"
-PACE = "pace"
-"""Names of the reports of what steps lost, of what a hypervisor gave to others, of time
-in which some thread of the system waited for a core, and of the factor over time that
-was divided out.
-"""
+"""Names of the reports of what steps lost, and of what a hypervisor gave to others."""
 _QUIET_LOAD = 0.5
 """Load average up to which other programs do not disturb a measurement."""
 _COMPARED_VERSIONS = ("cpu", "accelerator", "torch")
@@ -158,107 +147,3 @@ def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
             " scatter by that"
         )
     return warnings
-
-
-# -- constants that are still wide -----------------------------------------------------
-# Which constants of a calibration are still wide, and what that does to predictions.
-#
-# Each constant whose interval is wide is moved to both of its ends, and a few
-# designed runs are predicted again.
-
-
-WIDE: Final = 0.1
-"""Half of an interval over its value, above which a constant is wide."""
-_FELT: Final = 0.01
-"""Change of a prediction above which a wide constant is worth a word."""
-_PURPOSES: Final = (
-    "CPU alone",
-    "copies and GPU in turn",
-    "CPU beside GPU and copies, batch",
-    "all lanes",
-)
-_STEPS: Final = 4
-
-
-class WideConstant(NamedTuple):
-    """A constant that was not measured well enough.
-
-    Attributes:
-        path: its name.
-        half_width: half of its interval, relative.
-        effect: largest relative change of a prediction within the interval.
-    """
-
-    path: str
-    half_width: float
-    effect: float
-
-    def words(self) -> str:
-        """In a line."""
-        known = f"known to ±{100 * self.half_width:.0f} %"
-        if self.half_width > 1.0:
-            known = "hardly known"
-        return (
-            f"{self.path} is {known}: predictions move by up to"
-            f" {100 * self.effect:.1f} %"
-        )
-
-
-def wide_constants(profile: HardwareProfile, shape: ModelShape) -> list[WideConstant]:
-    """Find constants whose intervals are wide and felt, the most felt one first.
-
-    Args:
-        profile: calibrated.
-        shape: whose designed runs are predicted.
-    """
-    trials = [
-        replace(design.trial, steps=design.trial.steps[:_STEPS])
-        for design in designs(shape, quick=True)
-        if design.purpose in _PURPOSES
-    ]
-    usual = [_seconds(trial, shape, profile) for trial in trials]
-    constants = []
-    policies = {trial.policy.partition("+")[0] for trial in trials}
-    for path, half_width in _candidates(profile, policies):
-        number = profile.numbers[path]
-        assert number.interval is not None
-        effect = 0.0
-        for end in number.interval:
-            # A rate of zero would make every operation last forever.
-            value = max(end, 1e-3 * number.value)
-            numbers = {**profile.numbers, path: replace(number, value=value)}
-            moved = replace(profile, numbers=numbers)
-            for trial, seconds in zip(trials, usual, strict=True):
-                change = _seconds(trial, shape, moved) / seconds - 1.0
-                effect = max(effect, abs(change))
-        if effect > _FELT:
-            constants.append(WideConstant(path, half_width, effect))
-    return sorted(constants, key=lambda wide: -wide.effect)
-
-
-def _candidates(
-    profile: HardwareProfile, policies: Collection[str]
-) -> list[tuple[str, float]]:
-    """Paths of wide constants that runs of some policies have, with half of their
-    intervals.
-    """
-    unused = {
-        path
-        for path in profile.numbers
-        if path.startswith(f"{paths.COSTS}.planning.")
-        and path.split(".")[2] not in policies
-    }
-    wide = []
-    for path, number in profile.numbers.items():
-        used = paths.below(path, paths.COSTS) or paths.below(path, paths.CONTENTION)
-        if not used or path in unused or number.interval is None or not number.value:
-            continue
-        low, high = number.interval
-        half_width = 0.5 * (high - low) / number.value
-        if half_width > WIDE:
-            wide.append((path, half_width))
-    return wide
-
-
-def _seconds(trial: Trial, shape: ModelShape, profile: HardwareProfile) -> float:
-    return float(summarise(simulate(trial, shape, profile))["makespan_s"])

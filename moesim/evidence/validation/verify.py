@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pandas as pd
@@ -79,10 +79,12 @@ class Plan:
 _SETTING: Final = ("trace", "shape", "cache_ratio", "host_ratio", "batch")
 
 
-class Verdict(NamedTuple):
+@dataclass(frozen=True)
+class Verdict:
     """What validations show. Times are those of an output token.
 
     Attributes:
+        plan: what was stated before.
         cells: a row for each cell of each: ``sitting``, its number from 1; ``cell``, in
             words; ``measured_s``, ``low_s`` and ``high_s``, median over repetitions and
             its 95 % interval; ``predicted_s``, before it was measured; ``error``,
@@ -92,11 +94,18 @@ class Verdict(NamedTuple):
             does not count, empty where it does.
         pairs: of policies that repetitions order.
         agreed: how many of them the prediction orders so, too.
+        hits_equal: wherever no decision depends on timing; None where all do.
+        left_out: what was not run, in words.
+        refused: why nothing was run, in words.
     """
 
+    plan: Plan
     cells: pd.DataFrame
-    pairs: int
-    agreed: int
+    pairs: int = 0
+    agreed: int = 0
+    hits_equal: bool | None = None
+    left_out: str = ""
+    refused: str = ""
 
     @property
     def counted(self) -> pd.Series:
@@ -108,13 +117,60 @@ class Verdict(NamedTuple):
         """Kendall's; None without a pair."""
         return (2 * self.agreed - self.pairs) / self.pairs if self.pairs else None
 
-    def met(self, plan: Plan) -> dict[str, bool | None]:
+    @property
+    def met(self) -> dict[str, bool | None]:
         """By aim, whether it is met; None where nothing counts."""
         median, worst = self.counted.median(), self.counted.max()
+        known = len(self.counted) > 0
         return {
-            "median": bool(median <= plan.median) if len(self.counted) else None,
-            "worst": bool(worst <= plan.worst) if len(self.counted) else None,
+            "median": bool(median <= self.plan.median) if known else None,
+            "worst": bool(worst <= self.plan.worst) if known else None,
             "order": self.agreed == self.pairs if self.pairs else None,
+        }
+
+    @property
+    def holds(self) -> bool | None:
+        """None where nothing that was measured can tell."""
+        if not len(self.counted):
+            return None
+        # Orders that nothing shows are no evidence against the simulator.
+        return False not in self.met.values() and self.hits_equal is not False
+
+    @property
+    def words(self) -> str:
+        """A sentence."""
+        counted, plan = self.counted, self.plan
+        if self.refused:
+            return f"cannot tell: {self.refused}; run it again while nothing else runs"
+        if self.holds is None:
+            return "cannot tell: no cell was measured well enough to count"
+        order = "no two policies were told apart"
+        if self.pairs:
+            order = f"{self.agreed} of {self.pairs} orders of policies agree"
+        answer = "the simulator holds on this PC"
+        return (
+            f"{answer if self.holds else 'it does not hold here'}: beyond what"
+            f" repetitions differ by, predicted times are off by"
+            f" {percent(counted.median())} in the median and {percent(counted.max())}"
+            f" at worst ({len(counted)} cells; at most {percent(plan.median, 0)} and"
+            f" {percent(plan.worst, 0)}); {order}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Aims and what came out; the validation has a file of its own."""
+        known = len(self.counted) > 0
+        return {
+            "holds": self.holds,
+            "words": self.words,
+            "cells": len(self.cells),
+            "cells_that_count": len(self.counted),
+            "median": float(self.counted.median()) if known else None,
+            "worst": float(self.counted.max()) if known else None,
+            "pairs": self.pairs,
+            "pairs_agreed": self.agreed,
+            "hits_equal": self.hits_equal,
+            "left_out": self.left_out,
+            "met": self.met,
         }
 
 
@@ -150,8 +206,20 @@ def judge(plan: Plan, results: Sequence[dict[str, Any]]) -> Verdict:
             level=LEVEL / max(pairs, 1),
         )
     ]
-    cells = pd.DataFrame(rows, columns=list(_CELL))
-    return Verdict(cells, len(alike), alike.count(1))
+    hits = [result.get("hits_equal") for result in results]
+    known_hits = [equal for equal in hits if equal is not None]
+    return Verdict(
+        plan,
+        pd.DataFrame(rows, columns=list(_CELL)),
+        pairs=len(alike),
+        agreed=alike.count(1),
+        hits_equal=all(known_hits) if known_hits else None,
+        left_out="; ".join(
+            filter(
+                None, (result.get("config", {}).get("left_out") for result in results)
+            )
+        ),
+    )
 
 
 def _judged(plan: Plan, cell: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +273,6 @@ def run_cells(plan: Plan, profile: HardwareProfile, **options: Any) -> Validatio
 
 # -- the command ----------------------------------------------------------------------
 
-MINUTES: Final = 10.0
 QUICK_PLAN: Final = Plan(sittings=1)
 """Cells and aims of the protocol, with one calibration; the time decides how many
 cells and repetitions are made.
@@ -218,34 +285,14 @@ JOURNAL = "runs.jsonl"
 VERDICT = "verify.json"
 
 
-class Verification(NamedTuple):
-    """The answer, and what it rests on.
-
-    Attributes:
-        holds: True, False, or None where nothing that was measured can tell.
-        words: a sentence.
-        facts: aims and what came out, in words.
-        result: the validation as `Validation.to_json` returns it; None without one.
-    """
-
-    holds: bool | None
-    words: str
-    facts: dict[str, Any]
-    result: dict[str, Any] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the validation, which has a file of its own."""
-        return {"holds": self.holds, "words": self.words, **self.facts}
-
-
 def verify(
     folder: Path,
     *,
-    minutes: float = MINUTES,
+    minutes: float,
     seed: int = 0,
     save: Callable[[dict[str, Any]], object] = lambda _result: None,
     progress: Callable[[str, float], None] = lambda _part, _share: None,
-) -> Verification:
+) -> Verdict:
     """Measure, calibrate, validate and judge; go on where an earlier call stopped.
 
     Args:
@@ -263,17 +310,14 @@ def verify(
         for name in (MACHINE, CALIBRATED, JOURNAL, VERDICT):
             (folder / name).unlink(missing_ok=True)
     begin_s = time.monotonic()
-
-    def left_minutes() -> float:
-        return max(0.0, minutes - (time.monotonic() - begin_s) / 60.0)
-
+    share = _CALIBRATION_SHARE
     try:
         profile = calibrated(
             folder,
             QUICK_PLAN,
             seed=seed,
-            minutes=_CALIBRATION_SHARE * minutes,
-            progress=lambda part, share: progress(part, _CALIBRATION_SHARE * share),
+            minutes=share * minutes,
+            progress=lambda part, done: progress(part, share * done),
         )
     except ProfileError as error:
         _, refused, reason = str(error).partition(" cannot be trusted: ")
@@ -281,21 +325,19 @@ def verify(
             raise
         # Its way out is that of `moesim calibrate`.
         reason = reason.partition("; calibrate again")[0]
-        words = f"cannot tell: {reason}; run it again while nothing else runs"
-        return _finished(folder, Verification(None, words, {}, None))
-
-    verification = judged_cells(
-        folder,
-        QUICK_PLAN,
-        profile,
-        save,
-        seed=seed,
-        minutes=left_minutes(),
-        progress=lambda part, share: progress(
-            part, _CALIBRATION_SHARE + (1.0 - _CALIBRATION_SHARE) * share
-        ),
-    )
-    return _finished(folder, verification)
+        verdict = replace(judge(QUICK_PLAN, []), refused=reason)
+    else:
+        verdict = judged_cells(
+            folder,
+            QUICK_PLAN,
+            profile,
+            save,
+            seed=seed,
+            minutes=max(0.0, minutes - (time.monotonic() - begin_s) / 60.0),
+            progress=lambda part, done: progress(part, share + (1.0 - share) * done),
+        )
+    write_text(folder / VERDICT, json.dumps(verdict.to_json(), indent=2) + "\n")
+    return verdict
 
 
 def judged_cells(
@@ -304,7 +346,7 @@ def judged_cells(
     profile: HardwareProfile,
     save: Callable[[dict[str, Any]], object],
     **options: Any,
-) -> Verification:
+) -> Verdict:
     """Run all cells of a plan, behind those that an earlier call has run, and judge.
 
     Args:
@@ -314,18 +356,18 @@ def judged_cells(
         save: writes a report of what there is so far.
         options: those of `grid.validate`.
     """
-
-    def report(validation: Validation) -> None:
-        save(validation.to_json())
-
     validation = run_cells(
-        plan, profile, journal=folder / JOURNAL, on_result=report, **options
+        plan,
+        profile,
+        journal=folder / JOURNAL,
+        on_result=lambda so_far: save(so_far.to_json()),
+        **options,
     )
     result = validation.to_json()
-    verification = verdict_of(plan, result)
-    save(result | {"verdict": verification.words})
+    verdict = judge(plan, [result])
+    save(result | {"verdict": verdict.words})
     (folder / JOURNAL).unlink(missing_ok=True)
-    return verification
+    return verdict
 
 
 def calibrated(
@@ -345,10 +387,12 @@ def calibrated(
     """
     from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
-    place = folder / CALIBRATED
+    def is_of_this_machine(place: Path) -> bool:
+        return place.exists() and not machine_differences(load_profile(place))
+
+    place, machine = folder / CALIBRATED, folder / MACHINE
     if is_of_this_machine(place):
         return load_profile(place)
-    machine = folder / MACHINE
     if not is_of_this_machine(machine):
         progress("the machine's lanes", 0.0)
         measure(None, machine, quick=True)
@@ -360,56 +404,3 @@ def calibrated(
         progress=progress,
         **options,
     )
-
-
-def is_of_this_machine(place: Path) -> bool:
-    """Whether there is a profile, and of this machine."""
-    return place.exists() and not machine_differences(load_profile(place))
-
-
-def verdict_of(plan: Plan, result: dict[str, Any]) -> Verification:
-    """Judge a validation by the aims of a plan.
-
-    Args:
-        plan: what was stated before.
-        result: as `Validation.to_json` returns it.
-    """
-    verdict = judge(plan, [result])
-    counted = verdict.counted
-    met = verdict.met(plan)
-    known = len(counted) > 0
-    facts = {
-        "cells": len(verdict.cells),
-        "cells_that_count": len(counted),
-        "median": float(counted.median()) if known else None,
-        "worst": float(counted.max()) if known else None,
-        "pairs": verdict.pairs,
-        "pairs_agreed": verdict.agreed,
-        "hits_equal": result["hits_equal"],
-        "left_out": result["config"].get("left_out", ""),
-        "met": met,
-    }
-    if not known:
-        words = "cannot tell: no cell was measured well enough to count"
-        return Verification(None, words, facts, result)
-
-    order = "no two policies were told apart"
-    if verdict.pairs:
-        order = f"{verdict.agreed} of {verdict.pairs} orders of policies agree"
-    figures = (
-        f"beyond what repetitions differ by, predicted times are off by"
-        f" {percent(counted.median())} in the median and {percent(counted.max())} at"
-        f" worst ({len(counted)} cells; at most {percent(plan.median, 0)} and"
-        f" {percent(plan.worst, 0)});"
-        f" {order}"
-    )
-    # Orders that nothing shows are no evidence against the simulator.
-    holds = False not in met.values() and result["hits_equal"] is not False
-    answer = "the simulator holds on this PC" if holds else "it does not hold here"
-    return Verification(holds, f"{answer}: {figures}", facts, result)
-
-
-def _finished(folder: Path, verification: Verification) -> Verification:
-    text = json.dumps(verification.to_json(), indent=2) + "\n"
-    write_text(folder / VERDICT, text)
-    return verification
