@@ -32,6 +32,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.hot_sets import write_generated
 from benchmarks.measured.judge import Knowledge
 from benchmarks.measured.rows import (
     FolderModels,
@@ -41,7 +42,6 @@ from benchmarks.measured.rows import (
 )
 from benchmarks.measured.scores import ONE_EFFICIENCY, TWO_CONSTANTS
 from benchmarks.replay_speed import SHARED
-from benchmarks.slots_by_curve import write_generated
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.ranking import Forecast
 from moesim.advice.plan.saved_profile import cache_ratio, profile_of_advice

@@ -16,7 +16,6 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.arguments import with_checked_arguments
 from moesim.base.extensions import choose
 from moesim.base.links import check_links
 from moesim.base.version import __version__
@@ -122,8 +121,7 @@ def __getattr__(name: str) -> Any:
     check_links(Path(__file__).parent)
     # Not kept here: importing twice costs nothing, and tests replace functions there.
     module, name_there = _PLACES[name]
-    function_or_class = getattr(importlib.import_module(module), name_there)
-    return with_checked_arguments(function_or_class)
+    return getattr(importlib.import_module(module), name_there)
 
 
 def __dir__() -> list[str]:

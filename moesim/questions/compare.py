@@ -14,11 +14,9 @@ import numpy as np
 
 from moesim.base.files import remove_leftovers
 from moesim.policies.base import PolicyError
-from moesim.policies.sizes import PER_LAYER
 from moesim.questions.ranked import axis_value, ranked_answer
 from moesim.runs.bound import bound_of
 from moesim.runs.config import CHOICES, RunConfig, takes_options
-from moesim.runs.memory import BY_CURVE
 from moesim.runs.setup import Setup, opened
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import planned
@@ -224,9 +222,6 @@ def check(config: RunConfig) -> None:
     """
     # One step and no calibration: the walk is not what is checked.
     single, trace = opened(config.replaced(steps=1, warm=None))
-    # Nor, then, how it divides slots.
-    if config.cache_scope == BY_CURVE and config.warm is not None:
-        single = single.replaced(cache_scope=PER_LAYER)
     setup = Setup.of(single, trace)
     if config.warm is not None:
         setup.calibration = np.ones((trace.shape.layers, trace.shape.experts))

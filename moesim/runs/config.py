@@ -80,9 +80,8 @@ class MemoryOptions(Options):
     )
     cache_scope: str | None = option(
         None,
-        "Do layers share the cache's slots? With by-curve each has as many of its own"
-        " as its hits in the --warm trace earn. Default: the system's, else layer.",
-        choices=("layer", "global", "by-curve"),
+        "Do layers share the cache's slots? Default: the system's, else layer.",
+        choices=("layer", "global"),
     )
     staging: int | None = option(
         None,

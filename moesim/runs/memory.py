@@ -9,14 +9,14 @@ studies policies and advises nobody.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.base.units import format_bytes
 from moesim.hwprofiles.dense_costs import KeptEntries
 from moesim.policies.base import PolicyError
-from moesim.policies.cache._slot_shares import by_curves, divided, front_first
+from moesim.policies.cache._slot_shares import divided, front_first
 from moesim.policies.sizes import GLOBAL, LAYERS, PER_LAYER, CacheSize, MemoryPlan
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 DEFAULT_CACHE_RATIO = 0.25
-BY_CURVE = "by-curve"
-"""Slots of their own for all layers, divided by a calibration's hits."""
-
 HOST_ACCELERATOR = "host"
 KV_VALUE_BYTES = 2
 """Keys and values are kept in 16 bits."""
@@ -57,7 +54,6 @@ def plan_memory(
     artefacts: Mapping[str, Any] | None = None,
     *,
     kv_bytes: int = 0,
-    curves: SlotCurves | None = None,
 ) -> MemoryPlan:
     """Turn options into sizes.
 
@@ -70,8 +66,6 @@ def plan_memory(
             `moesim.policies.cache._slot_shares`.
         kv_bytes: keys and values that the GPU holds, where no size of its
             cache is stated.
-        curves: of a calibration trace, which divide the slots among the layers; None
-            where the user has not asked for that.
 
     Raises:
         PolicyError: contradicting options, no room to stage even one expert, or a
@@ -87,8 +81,7 @@ def plan_memory(
 
     # Staging comes first, as it is taken from the same memory.
     staging = _staging(options, shape, profile, system)
-    stated = options.cache_scope or system.scope or PER_LAYER
-    scope = stated if curves is None else PER_LAYER
+    scope = options.cache_scope or system.scope or PER_LAYER
     ratio = options.cache_ratio
     total_bytes = None
     if options.gpu_memory_bytes is not None:
@@ -108,9 +101,6 @@ def plan_memory(
     )
     if scope == PER_LAYER:
         slots = _division(gpu, shape, system, artefacts or {}, ratio)
-        if curves is not None:
-            cards = sharing_cards(options.gpu_split, profile.gpus)
-            slots = _division_by_curves(gpu, shape, cards, curves)
         gpu = _divided(gpu, shape, slots)
     if scope == GLOBAL:
         gpu = _of_one_card(gpu, shape, sharing_cards(options.gpu_split, profile.gpus))
@@ -348,47 +338,6 @@ def _division(
             " model"
         )
     return _in_bytes(slots, expert_bytes, shape.experts, budget)
-
-
-class SlotCurves(NamedTuple):
-    """Hits of each layer in a calibration trace by its slots, int64 [L, E + 1].
-
-    Attributes:
-        all_passes: which divide the slots.
-        tested: of its halves, one to divide and the other to judge, and the reverse.
-    """
-
-    all_passes: np.ndarray
-    tested: tuple[tuple[np.ndarray, np.ndarray], ...]
-
-
-def _division_by_curves(
-    size: CacheSize, shape: ModelShape, cards: int, curves: SlotCurves
-) -> np.ndarray:
-    """Divide the slots of each card among its layers by their hits, int64 [L]; equally
-    where what one half of the calibration trace divides gains nothing in the other.
-    """
-    expert_bytes = np.asarray(shape.expert_bytes, np.int64)
-    card_of = np.arange(shape.layers) * cards // shape.layers
-    slots = np.minimum(size.slots, shape.experts)
-    for card in range(cards):
-        mine = np.flatnonzero(card_of == card)
-        place = expert_bytes[mine], shape.experts, int(size.pool_bytes[mine].sum())
-        gains = [
-            judging[mine, _by_hits(dividing[mine], *place)] - judging[mine, slots[mine]]
-            for dividing, judging in curves.tested
-        ]
-        if all(gain.sum() > 0 for gain in gains):
-            slots[mine] = _by_hits(curves.all_passes[mine], *place)
-    return slots
-
-
-def _by_hits(
-    hits: np.ndarray, expert_bytes: np.ndarray, experts: int, total_bytes: int
-) -> np.ndarray:
-    """Slots of some layers by hits; what brings none goes to whoever has least."""
-    shares = by_curves(hits, expert_bytes, total_bytes)
-    return _in_bytes(shares, expert_bytes, experts, total_bytes)
 
 
 def _divided(size: CacheSize, shape: ModelShape, slots: np.ndarray | None) -> CacheSize:

@@ -28,9 +28,7 @@ from moesim.policies.names import RESIDENT
 from moesim.policies.registry import KINDS, resolve, settings
 from moesim.policies.sizes import PER_LAYER
 from moesim.runs.memory import (
-    BY_CURVE,
     HOST_ACCELERATOR,
-    SlotCurves,
     card_bill,
     kept_bytes,
     left_on_card,
@@ -39,9 +37,7 @@ from moesim.runs.memory import (
     sharing_cards,
 )
 from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.reader import Trace, open_trace
-from moesim.traces.stats.hit_rate_curves import curves
 from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
@@ -151,24 +147,7 @@ class Setup:
             self.system,
             artefacts,
             kv_bytes=self.kv_bytes,
-            curves=self._slot_curves(),
         )
-
-    def _slot_curves(self) -> SlotCurves | None:
-        """What divides slots among layers, where the user asks for it.
-
-        Raises:
-            PolicyError: there is no calibration trace to count them in.
-        """
-        config = self.config
-        if config.cache_scope != BY_CURVE:
-            return None
-        if config.warm is None:
-            raise PolicyError(
-                "--cache-scope by-curve: expected a calibration trace, whose hits"
-                " divide the slots among the layers; add --warm TRACE"
-            )
-        return slot_curves(config, self.shape, fixed=self.system.keeps_residents)
 
     @property
     def cache(self) -> CacheSize:
@@ -286,9 +265,7 @@ class Setup:
             "prediction_error": prediction_error(profile),
             **{kind: getattr(system, kind) for kind in KINDS},
             "oracle": self.future is not None,
-            "cache_scope": (
-                BY_CURVE if config.cache_scope == BY_CURVE else plan.gpu.scope
-            ),
+            "cache_scope": plan.gpu.scope,
             "cache_slots": self.cache.slots.tolist(),
             "cache_bytes": self.cache.total_bytes,
             "cache_ratio": self.cache.total_bytes / shape.routed_bytes,
@@ -573,55 +550,6 @@ def of_model(
             f" {shape.experts}; record it from that model"
         )
     return trace
-
-
-def slot_curves(config: RunConfig, shape: ModelShape, *, fixed: bool) -> SlotCurves:
-    """Count the hits that each layer has in the calibration trace of a run, and in its
-    halves, by its slots.
-
-    Args:
-        config: of the run.
-        shape: of its model.
-        fixed: whether the cache holds the most used experts for good; else it evicts
-            the least recently used, which stands for every rule that adapts.
-
-    Raises:
-        TraceError, PolicyError: as `warm_counts`.
-    """
-    assert config.warm is not None
-    calibration = of_model("--warm", config.warm, shape, f"{shape.name} has")
-    passes = 0
-    for block in layer_steps(calibration, batch=config.batch):
-        passes = 1 + int(block.step[-1])
-    half = max(1, passes // 2)
-
-    if fixed:
-        uses_in_all = activation_counts(calibration)
-        first = np.zeros_like(uses_in_all)
-        for block in layer_steps(calibration, batch=config.batch, steps=half):
-            layer = np.repeat(block.layer, np.diff(block.edges))
-            np.add.at(first, (layer, block.experts), block.tokens)
-
-        def curve(uses: np.ndarray, ranked_by: np.ndarray) -> np.ndarray:
-            most_used_first = np.argsort(-ranked_by, axis=1, kind="stable")
-            ranked = np.take_along_axis(uses, most_used_first, axis=1)
-            return np.pad(ranked.cumsum(axis=1), ((0, 0), (1, 0)))
-
-        last = uses_in_all - first
-        tested = tuple(
-            (curve(dividing, dividing), curve(judging, dividing))
-            for dividing, judging in ((first, last), (last, first))
-        )
-        return SlotCurves(curve(uses_in_all, uses_in_all), tested)
-
-    def hits(steps: int) -> np.ndarray:
-        blocks = layer_steps(calibration, batch=config.batch, steps=steps)
-        return curves(blocks, calibration.shape, ["lru"]).hits("lru")
-
-    all_hits = hits(passes)
-    first_hits = hits(half)
-    last_hits = all_hits - first_hits
-    return SlotCurves(all_hits, ((first_hits, last_hits), (last_hits, first_hits)))
 
 
 SUFFIXES = (".npy", ".npz", ".safetensors")

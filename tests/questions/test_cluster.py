@@ -19,6 +19,7 @@ from support.processes import (
 from support.small_trace import write_small_trace
 
 import moesim
+from moesim.base.errors import TraceError
 from moesim.base.files import sha256
 from moesim.base.options import ConfigError
 from moesim.runs.sweeps import execution
@@ -110,24 +111,12 @@ def test_a_killed_worker_costs_nothing_but_its_runs(trace, alone, cluster, tmp_p
     assert as_bytes(found, tmp_path / "a") == as_bytes(alone, tmp_path / "b")
 
 
-def test_a_worker_without_the_trace_gets_a_copy(trace, cluster, monkeypatch):
+def test_a_machine_without_the_trace_says_so(trace):
     """On another machine its path leads nowhere."""
-    digest = sha256(trace)
-    elsewhere = "/nowhere/small.parquet"
-    assert not execution.has_file(elsewhere, digest)
-    with Client(cluster) as client:
-        monkeypatch.setattr(execution, "has_file", lambda *_: False)
-        execution._send_missing(client, {digest: trace})
-        found = [
-            client.submit(
-                lambda *place: execution.open_shared(*place).digest(),
-                elsewhere,
-                digest,
-                workers=[worker],
-            ).result()
-            for worker in client.nthreads()
-        ]
-    assert set(found) == {digest}
+    with pytest.raises(
+        TraceError, match=r"/nowhere.*put it there, under the same path"
+    ):
+        execution.open_shared("/nowhere/small.parquet", sha256(trace))
 
 
 @pytest.mark.parametrize("address", ["192.168.0.5", "local:2"])

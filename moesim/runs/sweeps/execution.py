@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import errno
 import functools
-import multiprocessing
-import os
 import re
 import signal
-import sys
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, CancelledError, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,11 +23,10 @@ from moesim.base.files import sha256
 from moesim.base.host_limits import available_cores
 from moesim.base.options import ConfigError
 from moesim.policies.registry import registered, restore
-from moesim.runs.sweeps.plan import code_digest
 from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -47,13 +41,8 @@ against one of imports.
 MOST_RESTARTS = 3
 """Times that processes are started again without a result in between."""
 
-END_LIMIT_S = 0.5
-"""Seconds to wait for a process that was killed."""
-
-PARENT_CHECK_S = 1.0
-"""Seconds between two looks of a worker for its parent."""
-
-STOPS = (signal.SIGINT, signal.SIGTERM)
+IDLE_S = 10.0
+"""Seconds after which a worker without a task ends, as those of a killed parent."""
 
 
 def run_tasks(
@@ -63,7 +52,6 @@ def run_tasks(
     *,
     jobs: int | None = 1,
     cluster: str | None = None,
-    files: Mapping[str, Path] | None = None,
     rows: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> None:
@@ -80,7 +68,6 @@ def run_tasks(
         jobs: tasks at the same time on this machine; None takes one per core, but only
             as many as the work is worth.
         cluster: address of a Dask scheduler; then `jobs` is ignored.
-        files: by digest, those that tasks read; a cluster gets what it lacks.
         rows: rows of traces that all tasks together replay.
         progress: called with the share of all tasks that is done.
 
@@ -94,19 +81,15 @@ def run_tasks(
     # Also false of what is no number.
     if jobs is not None and not jobs >= 1:
         raise ConfigError(f"jobs: expected a whole number >= 1, got {jobs!r}")
-    # A pool's worker that is a daemon may have no processes of its own.
-    if multiprocessing.current_process().daemon:
-        jobs = 1
     if jobs is None:
         jobs = max(1, min(available_cores(), rows // ROWS_PER_PROCESS))
     # A process without a task would only cost its start.
     jobs = min(jobs, len(tasks))
 
     if cluster is not None:
-        with connected(cluster, files or {}) as remote:
+        with connected(cluster) as remote:
             _run_elsewhere(lambda: remote, work, tasks, collect, report)
     elif jobs > 1:
-        _start_resource_trackers()
         _run_elsewhere(partial(_processes, jobs), work, tasks, collect, report)
     else:
         for index, task in enumerate(tasks):
@@ -134,11 +117,10 @@ def _run_elsewhere(
     restarts = 0
     while todo:
         count = len(todo)
-        executor = None
+        executor: Any = None
         try:
-            with _stops_wait():
-                executor = started()
-                places = {executor.submit(call, todo[index]): index for index in todo}
+            executor = started()
+            places = {executor.submit(call, todo[index]): index for index in todo}
             for future in as_completed(places):
                 index = places.pop(future)
                 collect(index, future.result())
@@ -154,7 +136,9 @@ def _run_elsewhere(
                     " try --jobs 1",
                 ) from None
         finally:
-            _end(executor)
+            # A cluster replaces its workers itself.
+            if hasattr(executor, "_processes"):
+                executor.shutdown(kill_workers=True)
 
 
 def _carry_out(work: Work[Task, Result], policies: Any, task: Task) -> Result:
@@ -165,79 +149,16 @@ def _carry_out(work: Work[Task, Result], policies: Any, task: Task) -> Result:
 
 def _processes(count: int) -> Any:
     """Processes on this machine, which begin with their first task."""
-    from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415 - as below
-
-    return ProcessPoolExecutor(
-        count, initializer=_prepare_worker, initargs=(os.getpid(),)
-    )
-
-
-def _end(executor: Any) -> None:
-    """End the processes of a pool at once; a cluster replaces its workers itself."""
-    processes = getattr(executor, "_processes", None)
-    if processes is None:
-        return
-    import psutil  # noqa: PLC0415 - runs in one process need none
-
-    # The pool's own way waits for a thread that waits for the processes.
-    processes = dict(processes)
-    for number in processes:
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(number).kill()
-    for process in processes.values():
-        process.join(END_LIMIT_S)
-    executor.shutdown(wait=False, kill_workers=True)
-
-
-def _start_resource_trackers() -> None:
-    """Start the processes in which libraries keep account of what processes share.
-
-    Starting them lets stops through, so it must not happen while these wait.
-    """
-    from multiprocessing import resource_tracker  # noqa: PLC0415 - as below
-
     # A tenth of a second that a run in one process need not pay.
-    from joblib.externals.loky import backend  # noqa: PLC0415
+    from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
 
-    # They inherit it, and remove in silence what an interrupted command shared.
-    sys.warnoptions.append("ignore")
-    resource_tracker.ensure_running()
-    backend.resource_tracker.ensure_running()
-    sys.warnoptions.remove("ignore")
+    return ProcessPoolExecutor(count, timeout=IDLE_S, initializer=_leave_stops)
 
 
-@contextmanager
-def _stops_wait() -> Iterator[None]:
-    """Let ctrl-C and SIGTERM wait until the block is done.
-
-    A terminal sends ctrl-C to every process of a group, and an interpreter that meets
-    it before it runs a line of ours prints a traceback. Processes and threads that
-    start in the block inherit that both are masked.
-    """
-    # Windows has no masks.
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _prepare_worker(parent: int) -> None:
-    # The parent alone decides what follows from a stop.
-    for number in STOPS:
+def _leave_stops() -> None:
+    """Leave it to the parent what follows from ctrl-C, which reaches all processes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has been killed and could not do so."""
-    # Windows keeps the number of a parent that is gone; there workers time out.
-    while os.getppid() == parent:
-        time.sleep(PARENT_CHECK_S)
-    os._exit(1)
 
 
 # -- a Dask cluster --------------------------------------------------------------------
@@ -254,17 +175,15 @@ _ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://.+")
 
 
 @contextmanager
-def connected(address: str, files: Mapping[str, Path]) -> Iterator[Any]:
+def connected(address: str) -> Iterator[Any]:
     """Connect to a cluster while the block runs: an executor, which runs the
     tasks of a lost worker again on another one.
 
     Args:
         address: of a scheduler, such as ``tcp://192.168.0.5:8786``.
-        files: by digest, those that workers read; copied to those that lack them.
 
     Raises:
-        ConfigError: it is no address, nobody answers, nobody works there, or workers
-            have another moesim.
+        ConfigError: it is no address, nobody answers, or nobody works there.
         ConnectionResetError: the cluster is gone.
         ChildProcessError: a task was killed on several workers.
         ImportError: without Dask.
@@ -287,8 +206,13 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[Any]:
             " scheduler`"
         ) from None
     with client:
-        _check_workers(client, address)
-        _send_missing(client, files)
+        try:
+            client.wait_for_workers(1, timeout=WAIT_FOR_SCHEDULER_S)
+        except TimeoutError:
+            raise ConfigError(
+                f"--cluster: nobody works for {address}; start `dask worker {address}"
+                " --nthreads 1`, once for each core"
+            ) from None
         try:
             yield client.get_executor()
         except CancelledError:
@@ -302,72 +226,22 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[Any]:
             ) from None
 
 
-def _check_workers(client: Any, address: str) -> None:
-    """Refuse a cluster whose workers could not do the work, or would do other work.
-
-    Raises:
-        ConfigError: no workers, or other code.
-    """
-    try:
-        client.wait_for_workers(1, timeout=WAIT_FOR_SCHEDULER_S)
-    except TimeoutError:
-        raise ConfigError(
-            f"--cluster: nobody works for {address}; start `dask worker {address}"
-            " --nthreads 1`, once for each core"
-        ) from None
-    for worker, digest in client.run(code_digest).items():
-        if digest != code_digest():
-            raise ConfigError(
-                f"--cluster: worker {worker} has another moesim than this machine;"
-                " install the same one on both"
-            )
-
-
-def _send_missing(client: Any, files: Mapping[str, Path]) -> None:
-    """Copy files to workers if any of them does not have them, and to those that come
-    later.
-    """
-    from distributed.diagnostics.plugin import UploadFile  # noqa: PLC0415 - as above
-
-    for digest, path in files.items():
-        if not all(client.run(has_file, str(path), digest).values()):
-            copy = UploadFile(path, load=False)
-            # Several files may share a name.
-            copy.filename = digest
-            client.register_plugin(copy)
-
-
 @functools.lru_cache(maxsize=16)
 def open_shared(path: str, digest: str) -> Trace:
-    """Open the trace with a digest: under its path, or the copy that Dask made.
+    """Open a trace where a task runs.
 
     Args:
         path: where it lies on the machine that named it.
         digest: SHA-256 of the file.
 
     Raises:
-        TraceError: this machine does not have it.
+        TraceError: it does not lie there on this machine.
     """
-    places = [Path(path)]
-    if "distributed" in sys.modules:
-        from distributed import get_worker  # noqa: PLC0415 - as above
-
-        # Outside of its tasks nobody is a worker.
-        with suppress(ValueError):
-            places.append(Path(get_worker().local_directory, digest))
-    for place in places:
-        if place.is_file() and sha256(place) == digest:
-            return open_trace(place)
+    place = Path(path)
+    if place.is_file() and sha256(place) == digest:
+        return open_trace(place)
     raise TraceError(
         f"{path}: expected a file with SHA-256 {digest:.12}…, found none on this"
-        " machine; has it changed since the sweep began?"
+        " machine; put it there, under the same path, unless it has changed since the"
+        " sweep began"
     )
-
-
-def has_file(path: str, digest: str) -> bool:
-    """Tell whether this machine can open a trace."""
-    try:
-        open_shared(path, digest)
-    except TraceError:
-        return False
-    return True

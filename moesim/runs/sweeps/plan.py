@@ -6,12 +6,11 @@ command line, words separated by commas do.
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-import importlib.util
+import importlib
+import inspect
 import json
-import sys
 import uuid
 from dataclasses import dataclass, fields
 from itertools import product
@@ -148,7 +147,8 @@ class Point:
         trace_digest: SHA-256 of the trace.
         profile: the machine.
         digest: names the run, see `run_digest`.
-        contents: what its other files and policies hold, see `contents_of`.
+        contents: what its other files and policies hold, see `contents_of`, and the
+            digest of the code.
         files_digest: of these contents.
         planner: `THIS_PROCESS` of where it was planned.
     """
@@ -229,7 +229,7 @@ def _point(config: RunConfig, trace: Trace) -> Point:
         trace_digest=trace_digest,
         profile=profile,
         digest=run_digest(config, trace_digest, profile, together),
-        contents=contents,
+        contents=contents | {"code": code_digest()},
         files_digest=together,
     )
 
@@ -318,7 +318,7 @@ def contents_of(config: RunConfig, *, policies: bool = True) -> dict[str, str | 
     option, None for none, and of the code of policies that are no part of moesim.
 
     The latter is None for what no file tells: classes that were registered by hand, and
-    code that reads files or runs text by itself.
+    files that were edited since.
 
     Args:
         config: of the run.
@@ -337,66 +337,22 @@ def contents_of(config: RunConfig, *, policies: bool = True) -> dict[str, str | 
     return contents
 
 
-# Code that uses one of these may run or read what nobody can see beforehand.
-_HIDDEN = {
-    *("exec", "eval", "open", "read_text", "read_bytes", "load", "fromfile"),
-    *("loadtxt", "genfromtxt", "__import__", "import_module", "globals"),
-}
-# Folders of packages: of the environment, of the user, of the system.
-_LIBRARIES = {"site-packages", "dist-packages"}
-
-
 def _source_digest(cls: type[Policy]) -> str | None:
-    """SHA-256 of the files of a policy's package and of those that they import,
-    libraries excepted.
+    """SHA-256 of the Python files beside that of a policy, which may be its helpers;
+    None where one was edited since this process may have imported it.
     """
     import psutil  # noqa: PLC0415 - our own policies need none
 
-    package = cls.__module__.partition(".")[0]
+    source = Path(inspect.getfile(cls))
     begin_s = psutil.Process().create_time()
-    # A policy that is named by its path is read anew whenever it is found.
-    is_reread = package.startswith("moesim_policy_")
-    files = _files_of(package, is_library=True)
     digest = hashlib.sha256()
-    # Helpers are added on the way.
-    for place, file in enumerate(files):
-        text = file.read_bytes()
-        is_own = is_reread and place == 0
-        # What was edited since it was imported is not what runs.
-        if not is_own and file.stat().st_mtime > begin_s:
+    for file in sorted(source.parent.glob("*.py")):
+        # A policy that is named by its path is read anew whenever it is found.
+        is_reread = file == source and cls.__module__.startswith("moesim_policy_")
+        if file.stat().st_mtime > begin_s and not is_reread:
             return None
-        digest.update(file.name.encode() + text)
-        for node in ast.walk(ast.parse(text)):
-            if getattr(node, "id", getattr(node, "attr", "")) in _HIDDEN:
-                return None
-            helpers = [each for name in _imported(node) for each in _files_of(name)]
-            files += [each for each in helpers if each not in files]
-    return digest.hexdigest() if files else None
-
-
-def _imported(node: ast.AST) -> list[str]:
-    """Modules or packages that a statement imports; packages are digested whole, so
-    imports within one name nothing new.
-    """
-    names: list[str | None] = []
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-        names = [node.module]
-    return [str(name).partition(".")[0] for name in names]
-
-
-def _files_of(module: str, *, is_library: bool = False) -> list[Path]:
-    """Python files of a module or package; those of libraries only where asked for."""
-    if module in sys.stdlib_module_names or module == "moesim":
-        return []
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return []
-    file = Path(spec.origin)
-    if not is_library and not _LIBRARIES.isdisjoint(file.parts):
-        return []
-    return sorted(file.parent.rglob("*.py")) if file.stem == "__init__" else [file]
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _digest_of_json(content: Any) -> str:

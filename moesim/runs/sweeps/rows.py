@@ -152,12 +152,15 @@ def carry_out(
     trace = open_shared(point.trace, point.trace_digest)
     # What runs in the process that planned it is what was planned.
     is_elsewhere = point.planner != THIS_PROCESS
-    for name, digest in contents_of(point.config, policies=is_elsewhere).items():
+    contents = contents_of(point.config, policies=is_elsewhere)
+    if is_elsewhere:
+        contents["code"] = code_digest()
+    for name, digest in contents.items():
         if point.contents[name] not in (None, digest):
             raise ConfigError(
                 f"{name}: expected what the sweep was planned with, found something"
-                " else in a worker; start again, after reloading what was edited since"
-                " it was imported, and copying files to other machines"
+                " else in a worker; start again, with the same moesim and files"
+                " everywhere"
             )
     config = point.config.replaced(trace=trace, hw=point.profile)
     # One impossible cell of many is a result, too.

@@ -197,7 +197,6 @@ def run_sweep(
             collect,
             jobs=jobs,
             cluster=cluster,
-            files={point.trace_digest: Path(point.trace) for point in todo},
             rows=plan.rows * len(todo) // max(1, len(plan.points)),
             progress=progress,
         )
