@@ -118,7 +118,7 @@ def extensions() -> list[Extension]:
 
 
 try:
-    loaded("links").check_links(ROOT / "moesim")
+    loaded("extensions").check_links(ROOT / "moesim")
 except ImportError as problem:
     sys.exit(f"error: {problem}")
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuild})

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from moesim.base.host_checks import Finding, fails, holds, limited
+from moesim.base.host import Finding, fails, holds, limited
 from moesim.runtime.executor.device import StreamDevice
 from moesim.runtime.executor.lanes import Task
 from moesim.runtime.executor.live import TOLERANCES

@@ -47,7 +47,7 @@ from moesim.reporting.tables import markdown_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from moesim.base.host_checks import Finding
+    from moesim.base.host import Finding
     from moesim.runtime.accelerators import Accelerator
 
 MINUTES: Final = 8.0

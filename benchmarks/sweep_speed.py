@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import moesim
 from benchmarks.replay_speed import MACHINE, ROUNDS, bench_trace
-from moesim.base.host_limits import available_cores
+from moesim.base.host import available_cores
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace

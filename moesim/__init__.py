@@ -16,8 +16,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.extensions import choose
-from moesim.base.links import check_links
+from moesim.base.extensions import check_links, choose
 from moesim.base.version import __version__
 
 if TYPE_CHECKING:

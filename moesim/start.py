@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from moesim.base.ends import exit_code, say_end, stopping_signals
-from moesim.base.links import check_links
+from moesim.base.errors import exit_code, say_end, stopping_signals
+from moesim.base.extensions import check_links
 
 BAD_CHECKOUT = 2
 """Exit code, as for other bad input."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 
 from moesim.base.errors import RuntimeFault
-from moesim.base.host_limits import available_memory_bytes
+from moesim.base.host import available_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection

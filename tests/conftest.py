@@ -17,7 +17,7 @@ from support.drawn_schedules import DrawnSchedules
 from support.learned_network import write as write_artefacts
 from support.small_trace import write_small_trace, write_trace
 
-from moesim.base.host_limits import available_cores
+from moesim.base.host import available_cores
 from moesim.runs import machine
 from moesim.traces.format.schema import ModelShape
 

@@ -1,4 +1,6 @@
-"""Which modules run compiled: all that have C types beside them, or none.
+"""How a checkout runs: with links to its rooms; compiled or not.
+
+Either all modules that have C types beside them run compiled, or none does.
 
 An extension that is older than its source must never be used in silence, and a part of
 them cannot be, as they share C structures. So where one is stale, all run as Python.
@@ -90,3 +92,28 @@ def choose() -> None:
             f"moesim: {why}, so everything runs uncompiled, about 40 times slower;"
             " `make build` compiles it again\n"
         )
+
+
+# -- links -----------------------------------------------------------------------------
+
+
+ROOMS = ("policies", "engine", "sim", "runtime", "traces", "hwprofiles")
+
+
+def check_links(package: Path) -> None:
+    """Refuse a checkout without symbolic links.
+
+    Args:
+        package: folder of moesim.
+
+    Raises:
+        ImportError: a link was checked out as a text.
+    """
+    for room in ROOMS:
+        if (package / room).is_file():
+            raise ImportError(
+                f"{package / room}: expected a link to the folder {room}, found a text:"
+                " this checkout has no symbolic links; on Windows turn on Developer"
+                " Mode, then `git config core.symlinks true` and `git checkout --"
+                f" {package}`, or install a wheel"
+            )

@@ -1,8 +1,7 @@
 """Files that are either complete or absent: written beside, synced, then renamed.
 
 Everything that moesim writes goes through this module. A link is followed, and what it
-points to is replaced. A stream (``-``, ``/dev/stdout``, another device, a pipe) gets
-all bytes at the end.
+points to is replaced. Standard output (``-``) gets all bytes at the end.
 
 A file in progress has an unpredictable name. What a killed process left of one is
 removed by whoever writes in that folder a week later.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from moesim.base.inputs import check_file_name
+from moesim.base.inputs import check_file_name, load_json, read_text
 
 try:
     import fcntl
@@ -35,7 +35,7 @@ except ImportError:
     _HAS_LOCKS = False
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 
@@ -63,9 +63,6 @@ _LEFT_AFTER_S: Final = 7 * 24 * 3600.0
 # File systems allow 255 bytes; what stands behind the stem needs some 30 of them.
 _LONGEST_STEM: Final = 200
 
-_NO_LINKS: Final = getattr(os, "O_NOFOLLOW", 0)
-# A pipe in the way would keep us until somebody reads it.
-_PATIENCE: Final = getattr(os, "O_NONBLOCK", 0)
 _BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -87,7 +84,6 @@ class NewFile:
         self.final = Path(final)
         check_file_name(self.final)
         self._target = destination(self.final)
-        self._is_stream = is_stream(self.final)
         if self._target.is_dir():
             raise IsADirectoryError(
                 errno.EISDIR,
@@ -95,7 +91,7 @@ class NewFile:
                 str(self.final),
             )
         beside = self._target
-        if self._is_stream:
+        if is_stdout(self.final):
             beside = Path(tempfile.gettempdir()) / "stream"
         beside.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(beside.parent)
@@ -103,7 +99,7 @@ class NewFile:
         name = f".{stem}.moesim-{secrets.token_hex(6)}.part"
         self.path = beside.with_name(name)
         with _named(beside, self.path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY
             os.close(os.open(self.path, flags, 0o666))
 
     def errors_named(self) -> AbstractContextManager[None]:
@@ -113,8 +109,8 @@ class NewFile:
     def commit(self) -> None:
         """Bring the bytes to the disk, then give them their name."""
         with self.errors_named():
-            if self._is_stream:
-                _pour(self.path, self.final)
+            if is_stdout(self.final):
+                _pour(self.path)
             else:
                 _sync(self.path)
                 os.replace(self.path, self._target)  # noqa: PTH105 - as promised
@@ -147,38 +143,16 @@ def written_beside(path: Path | str) -> Iterator[Path]:
 
 def is_stdout(path: Path) -> bool:
     """Tell whether a result that is written there goes to standard output."""
-    if path == STDOUT:
-        return True
-    try:
-        return _names_device(path) and os.path.samestat(path.stat(), os.fstat(1))
-    except OSError:
-        return False
-
-
-def is_stream(path: Path) -> bool:
-    """Tell whether bytes written there go on to somebody: ``-``, or a device or open
-    pipe by its name below ``/dev`` or ``/proc``.
-    """
-    if is_stdout(path):
-        return True
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return _names_device(path) and (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode))
-
-
-def _names_device(path: Path) -> bool:
-    return str(path.absolute()).startswith(("/dev/", "/proc/"))
+    return path == STDOUT
 
 
 def destination(path: Path) -> Path:
     """Where a result goes that is to be written at `path`: links are followed.
 
     Raises:
-        OSError: a loop of links, or something that is neither file nor stream.
+        OSError: a loop of links, or something that is no file.
     """
-    if is_stream(path):
+    if is_stdout(path):
         return path
     target = Path(os.path.realpath(path))
     # What is still a link leads back to itself.
@@ -190,7 +164,12 @@ def destination(path: Path) -> Path:
         return target
     # A pipe that nobody reads would keep us for ever.
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise _not_a_file(path)
+        raise OSError(
+            errno.EINVAL,
+            "expected a file, found a pipe or a device; choose another place, or - for"
+            " standard output",
+            str(path),
+        )
     return target
 
 
@@ -265,25 +244,8 @@ def open_own(path: Path, flags: int) -> int:
 
     Returns:
         A descriptor.
-
-    Raises:
-        OSError: something stands there that is not a file of its own: a link, a pipe,
-            a device.
     """
-    flags |= os.O_CREAT | _NO_LINKS | _BINARY | _PATIENCE
-    try:
-        descriptor = os.open(path, flags, 0o666)
-    except OSError as error:
-        # What the system says of a link it must not follow helps nobody.
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _not_a_file(path) from None
-        raise
-
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-        os.close(descriptor)
-        raise _not_a_file(path)
-    return descriptor
+    return os.open(path, flags | os.O_CREAT | _BINARY, 0o666)
 
 
 def user_folder(kind: str) -> Path:
@@ -313,25 +275,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pour(part: Path, stream: Path) -> None:
-    """Write the bytes of a finished file into a stream."""
+def _pour(part: Path) -> None:
+    """Write the bytes of a finished file to standard output, if there is one."""
+    if sys.__stdout__ is None:
+        return
     with part.open("rb") as source:
-        if is_stdout(stream) and sys.__stdout__ is not None:
-            # What was printed before comes first.
-            sys.__stdout__.flush()
-            shutil.copyfileobj(source, sys.__stdout__.buffer)
-            sys.__stdout__.flush()
-            return
-        with stream.open("wb") as drain:
-            shutil.copyfileobj(source, drain)
-
-
-def _not_a_file(path: Path) -> OSError:
-    return OSError(
-        errno.EINVAL,
-        "expected a file, found a link, a pipe or a device; choose another place",
-        str(path),
-    )
+        # What was printed before comes first.
+        sys.__stdout__.flush()
+        shutil.copyfileobj(source, sys.__stdout__.buffer)
+        sys.__stdout__.flush()
 
 
 @contextmanager
@@ -348,7 +300,7 @@ def _named(final: Path, part: Path | None = None) -> Iterator[None]:
 
 def _sync(path: Path) -> None:
     """Wait until a file's bytes are on the disk."""
-    descriptor = os.open(path, os.O_RDWR | _NO_LINKS | _BINARY)
+    descriptor = os.open(path, os.O_RDWR | _BINARY)
     try:
         os.fsync(descriptor)
     finally:
@@ -364,3 +316,88 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+# -- long work -------------------------------------------------------------------------
+
+
+class Journal:
+    """Finished pieces of long work, one JSON line each, so that work that was
+    interrupted goes on where it stopped. A line is on the disk before the next piece
+    begins; half a line, the mark of a kill, does not count.
+
+    Args:
+        path: the file; made with the first line.
+        key: what the pieces were made with.
+        refuse: raised where the file is damaged or of another key; None begins anew.
+
+    Attributes:
+        lines: those of earlier calls.
+    """
+
+    def __init__(
+        self, path: Path, key: str, *, refuse: type[Exception] | None = None
+    ) -> None:
+        self._path = path
+        self._key = key
+        self.lines: list[Any] = []
+        if not path.exists():
+            return
+        text = read_text(path)
+        complete = text[: text.rfind("\n") + 1]
+        wrong = ""
+        try:
+            lines = [load_json(line) for line in complete.splitlines()]
+        except ValueError as error:
+            wrong = f"damaged: {error}; remove it"
+        else:
+            if lines[:1] == [{"key": key}]:
+                self.lines = lines[1:]
+            elif lines:
+                wrong = (
+                    "expected runs made with the same options, found others; choose"
+                    " another --out, or remove it"
+                )
+        if wrong and refuse is not None:
+            raise refuse(f"{path}: {wrong}")
+        # What follows must not continue half a line.
+        write_text(path, "" if wrong else complete)
+
+    def add(self, line: Any) -> None:
+        """Write one line."""
+        text = json.dumps(line) + "\n"
+        if not self._path.exists() or not self._path.stat().st_size:
+            text = json.dumps({"key": self._key}) + "\n" + text
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Remove the file: the work is whole."""
+        self._path.unlink(missing_ok=True)
+
+
+class Every:
+    """Calls something at most every half minute.
+
+    Args:
+        call: what is called.
+    """
+
+    SECONDS = 30.0
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._last_s = time.monotonic()
+
+    def if_due(self) -> None:
+        """Call if half a minute has passed."""
+        if time.monotonic() - self._last_s >= self.SECONDS:
+            self.now()
+
+    def now(self) -> None:
+        """Call."""
+        self._call()
+        self._last_s = time.monotonic()

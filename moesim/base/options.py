@@ -21,7 +21,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.files import is_stream
+from moesim.base.files import is_stdout
 from moesim.base.text import one_expected
 from moesim.base.units import parse_bytes
 
@@ -395,8 +395,8 @@ def _check(name: str, value: Any, stated: Option) -> None:
 
 
 def _ends(path: str | Path, suffixes: tuple[str, ...]) -> bool:
-    """Tell whether a name has one of the endings. A stream has none, and takes text."""
-    if is_stream(Path(path)):
+    """Tell whether a name has one of the endings. Standard output takes text."""
+    if is_stdout(Path(path)):
         return not {".csv", ".json"}.isdisjoint(suffixes)
     return str(path).lower().endswith(suffixes)
 

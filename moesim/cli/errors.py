@@ -20,7 +20,13 @@ from typing import Any, NoReturn
 
 import typer
 
-from moesim.base.ends import ENDS, INTERRUPTED, exit_code, say_end, stopping_signals
+from moesim.base.errors import (
+    ENDS,
+    INTERRUPTED,
+    exit_code,
+    say_end,
+    stopping_signals,
+)
 from moesim.base.text import VisibleStream, one_line
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -29,7 +35,7 @@ UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assign
 OUTPUT_CLOSED = 1
 BAD_INPUT = 2
 """Exit codes; the first is typer's too, for an output that was closed as by ``|
-head``. Those of signals are in `moesim.base.ends`.
+head``. Those of signals are in `moesim.base.errors`.
 """
 
 

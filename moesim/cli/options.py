@@ -21,13 +21,13 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from moesim.base.files import destination, is_stdout, is_stream
+from moesim.base.files import destination, is_stdout
 from moesim.base.options import (
     WRITTEN,
     ConfigError,
@@ -140,7 +140,6 @@ class _CommandLine:
         kind: Any = stated.kind if stated.kind in (bool, Path) else str
         details: dict[str, Any] = {
             "help": _help(field),
-            "autocompletion": completion_of(field),
             "metavar": stated.metavar,
             "show_default": False,
         }
@@ -261,33 +260,21 @@ class _CommandLine:
                 ctx=context,
                 param_hint="TRACE",
             )
-        _check_names(config)
         return config
 
     def _read(self, file: Path, context: typer.Context) -> dict[str, Any]:
-        """Options of a file; a note where its run was made by another moesim."""
-        from moesim.base.version import __version__, git_commit
-        from moesim.runs.config_file import read_config
+        """Options of a file."""
+        from moesim.runs.config_file import check_supported, config_of, read_config
 
-        content = read_config(file, more=self.own)
-        # TOML files are written by hand and name no version.
-        made_by = (content.version, content.git_commit)
-        if content.version is not None and made_by != (__version__, git_commit()):
-            print(
-                f"note: {file} was made by moesim {content.version} at commit"
-                f" {content.git_commit}; this is {__version__} at commit"
-                f" {git_commit()}, so results may differ",
-                file=sys.stderr,
-            )
+        values = read_config(file, more=self.own)
         # Digests are no options, but every run checks them.
         digests = [name for name in _fields(self.run) if name.endswith("_digest")]
         known = [*self.shared, *self.own, *(digests if self.shared else ())]
-        values = content.supported(known, command=context.command_path)
+        check_supported(file, values, known, context.command_path)
         if self.shared:
             # What is wrong in a file is told as the file's.
-            of_command = values.keys() & self.own.keys()
-            run = {name: values[name] for name in values.keys() - of_command}
-            replace(content, values=run).build(self.run)
+            of_run = _part(values, values.keys() - self.own.keys())
+            config_of(file, of_run, self.run)
         return values
 
     def _named(self, error: ConfigError, context: typer.Context) -> Exception:
@@ -297,34 +284,6 @@ class _CommandLine:
         if not colon or field is None:
             return error
         return typer.BadParameter(reason, ctx=context, param_hint=flag_of(field))
-
-
-def _check_names(config: RunConfig) -> None:
-    """Check the names of policies, machine, trace and shape, before anything is imported
-    that takes longer to load than a typing error is worth.
-
-    Raises:
-        PolicyError: there is no such system or policy.
-        ProfileError: no such machine, or a damaged profile.
-        TraceError: no such trace, or no such shape.
-    """
-    from moesim.hwprofiles.profile import load_profile
-    from moesim.policies.registry import KINDS, check_name
-    from moesim.traces.shipped import find_trace
-
-    system = config.system
-    for kind in KINDS:
-        check_name(getattr(system, kind), kind)
-    if isinstance(config.hw, str | Path):
-        # Read once in a process.
-        load_profile(config.hw)
-    if isinstance(config.trace, str | Path):
-        find_trace(config.trace)
-    # Only measured runs have one.
-    if (shape := getattr(config, "shape", None)) is not None:
-        from moesim.traces.models import model_shape
-
-        model_shape(shape)
 
 
 def _fields(kind: type[Options] | None) -> dict[str, Field[Any]]:
@@ -370,35 +329,6 @@ def _policies_in(text: str, option: str) -> list[str]:
         return split_policies(text)
     except PolicyError as error:
         raise ConfigError(f"{option}: {error}") from None
-
-
-def completion_of(field: Field[Any]) -> Callable[[str], list[str]] | None:
-    """What a shell completes a field's value from; None where it should offer files."""
-    kind = option_of(field).policy_kind
-    if kind is None and field.name != "hw":
-        return None
-
-    def complete(text: str) -> list[str]:
-        # The last of several words that commas separate.
-        before, comma, last = text.rpartition(",")
-        names = _machines() if kind is None else _policies(kind)
-        return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
-
-    return complete
-
-
-def _policies(kind: str) -> list[str]:
-    from moesim.policies.registry import names
-    from moesim.policies.systems import SYSTEMS
-
-    # A system stands wherever an assignment policy does.
-    return [*(SYSTEMS if kind == "assignment" else ()), *names(kind)]
-
-
-def _machines() -> tuple[str, ...]:
-    from moesim.hwprofiles.profile import list_profiles
-
-    return list_profiles()
 
 
 def device_option() -> Any:
@@ -450,7 +380,7 @@ def check_places(
         if any(_is_same(target, other) for other in written):
             raise _taken(place, "another result")
         written.append(target)
-        if not is_stream(place):
+        if not is_stdout(place):
             _check_writable(target, is_file=not is_folder)
 
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from moesim.base import host_checks
+from moesim.base import host
 from moesim.base.errors import RuntimeFault
-from moesim.base.host_checks import LEAST_FREE_BYTES, Finding, fails, holds, limited
-from moesim.base.host_limits import processor
+from moesim.base.host import LEAST_FREE_BYTES, Finding, fails, holds, limited, processor
 from moesim.base.version import __version__
 from moesim.hwprofiles.profile import HardwareProfile, load_profile
 from moesim.reporting.tables import screen
@@ -109,11 +108,11 @@ def diagnose(
         progress: called with the next check's name and the share that is done.
     """
     steps: dict[str, Callable[[], Finding | Iterable[tuple[str, Finding]]]] = {
-        "compiled": host_checks.check_extensions,
-        "memory": host_checks.check_memory,
-        "shared memory": host_checks.check_shared_memory,
-        "cores": host_checks.check_cores,
-        "huge pages": host_checks.check_huge_pages,
+        "compiled": host.check_extensions,
+        "memory": host.check_memory,
+        "shared memory": host.check_shared_memory,
+        "cores": host.check_cores,
+        "huge pages": host.check_huge_pages,
     }
     if find_spec("torch") is None:
         diagnosis = Diagnosis({"python": platform.python_version()})

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 
-from moesim.base.options import ConfigError
 from moesim.base.units import ms, percent
 from moesim.engine.observers import observed_policy
 from moesim.engine.planner import Planner
@@ -346,7 +345,7 @@ def decompose(
     )
 
 
-@takes_options(RunConfig, without=["noise_seed"])
+@takes_options(RunConfig)
 def gap(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
@@ -367,11 +366,6 @@ def gap(
     """
     config = RunConfig.of(trace, policy, **options)
     refuse_arrivals(config, "the gap")
-    if config.noise_seed is not None:
-        raise ConfigError(
-            "noise_seed: the gap compares mean times, found"
-            f" {config.noise_seed}; remove it"
-        )
     opened = trace_of(config)
     setup = Setup.of(config, opened)
     if setup.policies().routing.alters:

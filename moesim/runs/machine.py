@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import user_folder
-from moesim.base.host_limits import available_cores
+from moesim.base.host import available_cores
 from moesim.base.version import __version__
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import gpu_of, lane_names

@@ -181,9 +181,7 @@ def simulated(
         from moesim.sim.simpy_clock import SimpyClock  # noqa: PLC0415 - see above
 
         clock = {"clock": SimpyClock}
-    simulation = Replay(
-        setup.profile, planner, timeline, noise_seed=config.noise_seed, **clock
-    )
+    simulation = Replay(setup.profile, planner, timeline, **clock)
     if config.arrivals is None:
         return simulation.run(_blocks(trace, planner, config), progress), None
     requests = _requests(setup, trace, planner, simulation)
@@ -389,19 +387,6 @@ def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[s
     profile = setup.profile
     plan = setup.memory
     warnings = []
-
-    # A seed that changes nothing would look like noise of zero.
-    scattered = any(
-        [
-            *(number.quantiles for number in profile.numbers.values()),
-            *(curve.quantiles for curve in profile.curves.values()),
-        ]
-    )
-    if setup.config.noise_seed is not None and not scattered:
-        warnings.append(
-            f"--noise-seed: nothing was drawn, since profile {profile.name} knows no"
-            " distributions; `moesim calibrate` measures those of this machine"
-        )
 
     config = setup.config
     if config.draft_tokens is None and config.batch > 1 and setup.system.draft_tokens:

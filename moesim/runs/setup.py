@@ -283,7 +283,6 @@ class Setup:
             "acceptance": config.passes.acceptance,
             "steps": config.steps,
             "seed": config.seed,
-            "noise_seed": config.noise_seed,
             "filled_by": "calibration" if warm is not None else "its policy, or empty",
             "warm": None if warm is None else str(warm),
             "artefacts": None if config.artefacts is None else str(config.artefacts),

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 
-from moesim.base.host_limits import (
+from moesim.base.host import (
     available_cores,
     load_average,
     processor,

@@ -27,7 +27,7 @@ import torch
 
 from moesim.base.errors import RuntimeFault, StoreError
 from moesim.base.files import Closing
-from moesim.base.host_limits import available_memory_bytes
+from moesim.base.host import available_memory_bytes
 from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights, round_up
 
 if TYPE_CHECKING:

@@ -149,7 +149,6 @@ replay @t.parquet --draft-tokens -1                       | --draft-tokens; betw
 replay @t.parquet --draft-tokens 1025                     | --draft-tokens; between 0 and 1024
 replay @t.parquet --acceptance -0.1                       | --acceptance; between 0 and 1
 replay @t.parquet --acceptance 1.1                        | --acceptance; between 0 and 1
-replay @t.parquet --noise-seed -1                         | --noise-seed; >= 0
 replay @t.parquet --context-tokens 16777217               | --context-tokens; between 0 and 16777216
 replay @t.parquet --staging 1048577                       | --staging; between 1 and 1048576
 run --model tiny --prompts @p.txt --temperature -1        | --temperature; >= 0

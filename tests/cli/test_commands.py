@@ -8,7 +8,7 @@ import shlex
 import pytest
 from support.processes import output_of
 
-from moesim.base.host_checks import Finding
+from moesim.base.host import Finding
 from moesim.evidence.doctor import Checked, Diagnosis
 
 COLUMNS = 80

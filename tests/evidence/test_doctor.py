@@ -6,9 +6,9 @@ import os
 import pytest
 from support.real_machine import host_profile
 
-from moesim.base import host_checks
+from moesim.base import host
 from moesim.base.errors import RuntimeFault
-from moesim.base.host_checks import fails, holds, limited
+from moesim.base.host import fails, holds, limited
 from moesim.evidence import doctor
 from moesim.runtime import accelerators
 from moesim.runtime.store import memory as direct_io
@@ -36,11 +36,11 @@ def test_without_torch_the_rest_is_told(monkeypatch):
     [("nothing was compiled", "C compiler"), ("MOESIM_PLAIN is set", "unset")],
 )
 def test_what_runs_uncompiled_is_a_limit_with_a_way_out(why, way_out):
-    found = host_checks.check_extensions(("plain", why))
+    found = host.check_extensions(("plain", why))
     assert found.verdict == "limited"
     assert why in found.outcome
     assert way_out in found.way_out
-    assert host_checks.check_extensions(("compiled", "")).verdict == "ok"
+    assert host.check_extensions(("compiled", "")).verdict == "ok"
 
 
 class Card:
@@ -66,17 +66,15 @@ def test_memory_that_cannot_be_page_locked_fails(monkeypatch):
 
 
 def test_without_shared_memory_sweeps_take_one_process(monkeypatch, tmp_path):
-    found = host_checks.check_shared_memory(tmp_path / "shm")
+    found = host.check_shared_memory(tmp_path / "shm")
     assert (found.verdict, "--jobs 1" in found.way_out) == ("limited", True)
 
     class NoSemaphores:
         def Semaphore(self):  # noqa: N802 - the library's name
             raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(
-        host_checks.multiprocessing, "get_context", lambda _: NoSemaphores()
-    )
-    found = host_checks.check_shared_memory()
+    monkeypatch.setattr(host.multiprocessing, "get_context", lambda _: NoSemaphores())
+    found = host.check_shared_memory()
     assert found.verdict == "limited"
     assert "No such file" in found.outcome
 
@@ -101,8 +99,8 @@ def test_without_direct_io_reads_may_come_from_memory(monkeypatch, tmp_path):
 
 
 def test_one_core_overlaps_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_checks.os, "sched_getaffinity", lambda _: {0})
-    found = host_checks.check_cores(tmp_path, tmp_path)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {0})
+    found = host.check_cores(tmp_path, tmp_path)
     assert found.verdict == "limited"
     assert "one core" in found.outcome
 
@@ -116,14 +114,14 @@ def test_quotas_siblings_and_other_programs_are_named(
     monkeypatch, tmp_path, quota, load, words
 ):
     cores = (0, 1, 2, 3)
-    monkeypatch.setattr(host_checks.os, "sched_getaffinity", lambda _: set(cores))
-    monkeypatch.setattr(host_checks, "load_average", lambda: load)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(host, "load_average", lambda: load)
     for core in cores:
         topology = tmp_path / f"cpu{core}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text("0-3\n")
     (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert words in host_checks.check_cores(tmp_path, tmp_path / "cpu.max").outcome
+    assert words in host.check_cores(tmp_path, tmp_path / "cpu.max").outcome
 
 
 @pytest.mark.parametrize(("setting", "verdict"), [
@@ -135,7 +133,7 @@ def test_huge_pages_that_are_off_say_how_to_switch_them_on(tmp_path, setting, ve
     place = tmp_path / "enabled"
     if setting is not None:
         place.write_text(setting)
-    found = host_checks.check_huge_pages(place)
+    found = host.check_huge_pages(place)
     assert found.verdict == verdict
     assert (f"echo madvise > {place}" in found.way_out) == (verdict != "ok")
 

@@ -10,7 +10,7 @@ from support.real_machine import host_profile
 from support.validations import cell, result
 from test_validate import TRACE
 
-from moesim.base.long_work import Journal
+from moesim.base.files import Journal
 from moesim.cli.output import PlainProgress
 from moesim.evidence.validation import grid as grid_module
 from moesim.evidence.validation.grid import _Budget, validate

@@ -119,11 +119,11 @@ def test_the_search_goes_downhill_to_the_fastest_rules():
             float(margin) - MARGINS[1]
         )
 
-    found = searched(RunConfig(policy="clairvoyant", noise_seed=3), seconds_of)
+    found = searched(RunConfig(policy="clairvoyant", engine="simpy"), seconds_of)
 
     assert found.prefetch == f"foresight:decay={DECAYS[1]},margin={MARGINS[1]}"
-    assert found.noise_seed == 3
-    assert all(config.noise_seed is None for config in tried)
+    assert found.engine == "simpy"
+    assert all(config.engine == "auto" for config in tried)
     assert len(tried) == len(set(map(str, tried))) < len(DECAYS) * len(MARGINS)
 
 

@@ -13,7 +13,6 @@ from support.small_trace import write_trace
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.base.options import ConfigError
 from moesim.policies.base import PolicyError
 from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
@@ -242,12 +241,6 @@ def test_the_policy_itself_is_timed_as_replay_times_it(trace):
     assert "no schedule is faster" in answer.text()
     assert answer.to_json()["bound"]["seconds"] == result.bound.seconds
     assert json.loads(json.dumps(result.to_json()))["parts"]["planning"]["share_s"] > 0
-
-
-def test_noise_that_no_mix_would_have_is_refused(trace):
-    """It was dropped, and recorded as if it had been drawn."""
-    with pytest.raises(ConfigError, match="noise_seed: the gap compares mean times"):
-        gap(trace, "greedy", hw="rtx3090-epyc7532", noise_seed=1)
 
 
 def test_the_ceiling_is_no_slower_than_with_plain_foresight():

@@ -105,7 +105,7 @@ def test_an_interval_of_seeds_and_batches_covers_the_truth(draws, seeds, batches
         seconds = 1 + of_batch + of_seed + rng.normal(0, 0.05, (seeds, batches))
         truth_s = 1.0 if batches > 1 else 1 + of_batch.mean()
         runs = [("a", row) for row in seconds]
-        frame = frame_of(runs, axes=("policy", "noise_seed"), noise_seed=range(seeds))
+        frame = frame_of(runs, axes=("policy", "seed"), seed=range(seeds))
         row = ranking(frame).iloc[0]
         covered += row["low_s"] <= truth_s <= row["high_s"]
     assert is_share(covered, draws, 0.90, 0.98)

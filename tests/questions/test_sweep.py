@@ -183,7 +183,6 @@ OTHER_VALUES = {
     "seed": {"seed": 1},
     "warm": {"warm": "tiny-calibration"},
     "artefacts": {"artefacts": "artefacts"},
-    "noise_seed": {"noise_seed": 1},
     "engine": {"engine": "simpy"},
     "arrivals": {"arrivals": "poisson:3"},
     "slo": {"slo": "ttft=1"},

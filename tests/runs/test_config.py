@@ -4,9 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
-import tomllib
 
-import jsonschema
 import numpy as np
 import pytest
 from support.command_line import refused
@@ -17,7 +15,7 @@ from moesim.base.options import ConfigError, Options, option
 from moesim.cli.options import from_dataclass
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.runs.config import RunConfig, in_order
-from moesim.runs.config_file import json_schema, toml_template
+from moesim.runs.config_file import toml_template
 
 ROOM = SHAPE.other_bytes + 12 * SHAPE.max_expert_bytes
 HOST_ROOM = 14 * SHAPE.max_expert_bytes
@@ -59,25 +57,17 @@ def test_a_run_json_repeats_its_run_to_the_byte(
     elsewhere.mkdir()
     save_profile(load_profile("rtx3080ti"), elsewhere / "hw.toml")
     monkeypatch.chdir(elsewhere)
-    code, _, err = command(
-        "replay", "--config", first / "run.json", "--out", tmp_path / "second"
-    )
-    assert (code, err.count("made by")) == (0, 0)
+    command("replay", "--config", first / "run.json", "--out", tmp_path / "second")
     assert tables(tmp_path / "second") == tables(first)
     assert recorded(tmp_path / "second") == recorded(first)
 
 
-def test_noise_and_calibration_are_repeated_too(command, trace, tmp_path):
-    """Times drawn from a profile's distributions, and caches filled from a trace."""
+def test_caches_filled_from_a_trace_are_repeated_too(command, trace, tmp_path):
     warm = write_small_trace(tmp_path / "warm.parquet", seed=8)
-    words = ("replay", trace, "--hw", "two-core-host", "--cache", "static")
-    words = (*words, "--warm", warm, "--noise-seed", 4)
+    words = ("replay", trace, "--cache", "static", "--warm", warm)
     assert command(*words, "--out", "a")[0] == 0
     assert command("replay", "--config", "a/run.json", "--out", "b")[0] == 0
     assert tables(tmp_path / "b") == tables(tmp_path / "a")
-    again = ("replay", "--config", "a/run.json", "--noise-seed", 5, "--out", "c")
-    assert command(*again)[0] == 0
-    assert tables(tmp_path / "c") != tables(tmp_path / "a")
     assert recorded(tmp_path / "b")["options"]["warm"] == str(warm)
 
 
@@ -114,15 +104,6 @@ def test_a_changed_trace_or_profile_is_refused_unless_it_is_named(
     save_profile(load_profile("rtx3080ti"), tmp_path / "mine.toml")
     assert refused(command(*again), "mine.toml", "expected digest", "--hw")
     assert command(*again, "--hw", "mine.toml")[0] == 0
-
-
-def test_a_run_of_another_version_says_so(command, trace, tmp_path):
-    command("replay", trace, "--out", "a")
-    path = tmp_path / "a" / "run.json"
-    path.write_text(path.read_text().replace('"version": "', '"version": "9'))
-    code, _, err = command("replay", "--config", "a/run.json")
-    assert code == 0
-    assert "note: a/run.json was made by moesim 9" in err
 
 
 def test_a_run_json_holds_the_whole_effective_configuration(trace, tmp_path):
@@ -219,29 +200,13 @@ def test_without_a_trace_nothing_runs(command, tmp_path):
         moesim.replay(RunConfig())
 
 
-def test_the_template_is_the_defaults_and_the_schema_knows_every_key(tmp_path):
+def test_the_template_is_the_defaults(command, tmp_path):
     """What `moesim config` prints is a file that changes nothing."""
     template = toml_template()
+    assert command("config")[1] == template
     assert moesim.load_config(write(tmp_path, template)) == RunConfig()
     keys = re.findall(r"^# (\w+) = ", template, flags=re.MULTILINE)
-    schema = json_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    fields = in_order([field.name for field in dataclasses.fields(RunConfig)])
-    assert keys == fields
-    assert set(schema["properties"]) == set(fields)
-    jsonschema.validate(tomllib.loads(GOOD), schema)
-    for wrong in ({"bach": 2}, {"batch": 0}, {"gpu_split": "rows"}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
-
-
-def test_the_schema_holds_for_what_runs_write(command, trace, tmp_path):
-    command("replay", trace, "--out", "a", "--cache-ratio", 0.5)
-    options = recorded(tmp_path / "a")["options"]
-    jsonschema.validate(options, json_schema())
-    printed = json.loads(command("config", "--schema")[1])
-    assert printed == json_schema()
-    assert command("config")[1] == toml_template()
+    assert keys == in_order([field.name for field in dataclasses.fields(RunConfig)])
 
 
 def test_other_commands_take_the_file_too(command, trace, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from support.real_machine import host_profile
 
 from moesim import hwprofiles
-from moesim.base import host_limits
+from moesim.base import host
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import Curve, ProfileError, Quantity, ReferenceExpert
 from moesim.runs import machine
@@ -68,41 +68,41 @@ def group(tmp_path, monkeypatch):
     own.write_text("0::/docker/one\n")
     folder = tmp_path / "groups" / "docker" / "one"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(host_limits, "_OWN_GROUPS", own)
-    monkeypatch.setattr(host_limits, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host, "_OWN_GROUPS", own)
+    monkeypatch.setattr(host, "_GROUPS", tmp_path / "groups")
     return folder
 
 
 def test_a_container_has_its_share_of_cores_and_memory(group, monkeypatch):
     """Limits of outer groups count too; file pages that nobody needs are free."""
-    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(16)))
     (group / "cpu.max").write_text("350000 100000\n")
-    assert host_limits.available_cores() == 3
+    assert host.available_cores() == 3
     (group.parent / "cpu.max").write_text("50000 100000\n")
-    assert host_limits.available_cores() == 1
+    assert host.available_cores() == 1
     (group / "memory.max").write_text("1000000\n")
     (group / "memory.current").write_text("900000\n")
     (group / "memory.stat").write_text("anon 500000\ninactive_file 400000\n")
-    assert host_limits.total_memory_bytes() == 1_000_000
-    assert host_limits.available_memory_bytes() == 500_000
+    assert host.total_memory_bytes() == 1_000_000
+    assert host.available_memory_bytes() == 500_000
 
 
 def test_without_limits_everything_is_there(group, monkeypatch):
-    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(16)))
     (group / "cpu.max").write_text("max 100000\n")
     (group / "memory.max").write_text("max\n")
-    assert host_limits.available_cores() == 16
-    assert host_limits.total_memory_bytes() > 1 << 30
+    assert host.available_cores() == 16
+    assert host.total_memory_bytes() > 1 << 30
 
 
 def test_older_control_groups_are_read_too(tmp_path, group, monkeypatch):
-    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(16)))
     (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/docker/one\n")
     folder = tmp_path / "groups" / "cpu,cpuacct"
     folder.mkdir()
     (folder / "cpu.cfs_quota_us").write_text("200000\n")
     (folder / "cpu.cfs_period_us").write_text("100000\n")
-    assert host_limits.available_cores() == 2
+    assert host.available_cores() == 2
 
 
 @pytest.fixture

@@ -190,22 +190,6 @@ def test_a_run_names_defaults_and_the_digest_of_a_policys_file(command, tmp_path
     }
 
 
-# The shell.
-
-
-@pytest.mark.parametrize(("words", "expected"), [
-    ("moesim rep", {"replay", "reproduce"}),
-    ("moesim replay x --hw rtx4060t", {"rtx4060ti"}),
-    ("moesim replay x --cache workload", {"workload-window"}),
-    ("moesim compare x --policy greedy,fid", {"greedy,fiddler"}),
-])  # fmt: skip
-def test_a_shell_completes_commands_and_names(command, monkeypatch, words, expected):
-    monkeypatch.setenv("_MOESIM_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
-    assert set(command()[1].split()) == expected
-
-
 @pytest.mark.parametrize("steps", [None, 5])
 def test_a_replay_tells_the_share_that_is_done(steps):
     """It rises from the first step on, and ends with all."""

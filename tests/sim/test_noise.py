@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.handmade import HandCosts, HandProfile, plan_of, routed, shape, steps
-from support.small_trace import write_small_trace
 
-import moesim
 from moesim.policies.systems import System
 from moesim.sim.noise import BLOCK, Noise
 from moesim.sim.replay import Replay
@@ -39,24 +37,6 @@ def test_same_seed_same_run_and_another_seed_another():
 
 def test_a_lane_without_quantiles_keeps_its_means():
     assert makespan(profile(gpu=()), 1) == makespan(profile(), None) == 50 * 12
-
-
-@pytest.mark.parametrize(
-    ("machine", "silent"), [("rtx4060ti", True), ("two-core-host", False)]
-)
-def test_a_run_says_what_was_drawn_and_whether_nothing_was(tmp_path, machine, silent):
-    """A datasheet knows no distributions, so a seed changes nothing; figures that were
-    drawn carry their seed.
-    """
-    trace = write_small_trace(tmp_path / "t.parquet")
-    means, drawn = (
-        moesim.replay(trace, "greedy", hw=machine, noise_seed=seed)
-        for seed in (None, 3)
-    )
-    assert (means.metrics["makespan_s"] == drawn.metrics["makespan_s"]) is silent
-    assert [run.config["noise_seed"] for run in (means, drawn)] == [None, 3]
-    assert any("nothing was drawn" in words for words in drawn.warnings) is silent
-    assert not any("nothing was drawn" in words for words in means.warnings)
 
 
 def test_factors_follow_the_quantiles():

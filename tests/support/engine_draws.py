@@ -128,7 +128,6 @@ memories = {
     "staging": st.integers(1, 3),
     "batch": st.integers(1, 3),
     "gpu_split": st.sampled_from(["layers", "experts"]),
-    "noise_seed": st.sampled_from([None, None, 7]),
     "draft_tokens": st.sampled_from([0, 0, 1, 3]),
     "acceptance": st.sampled_from([0.4, 1.0]),
     "micro_batch": st.sampled_from([None, None, 2]),

@@ -52,7 +52,6 @@ def drawn(dice):
         "cache_scope": ("layer", "global"),
         "host_memory_bytes": (1 << 18, 1 << 20, 1 << 22),
         "prefetch_budget_bytes": (0, 1 << 16, 1 << 20),
-        "noise_seed": range(100),
     }
     chosen = [name for name in often if dice.random() < 0.25]
     return options | {name: dice.choice(often[name]) for name in chosen}

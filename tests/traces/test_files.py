@@ -7,7 +7,7 @@ from support.processes import run_python
 from support.small_trace import write_small_trace
 
 from moesim.base.errors import TraceError
-from moesim.base.files import ScratchFolder, open_own, write_text, written_beside
+from moesim.base.files import ScratchFolder, write_text, written_beside
 from moesim.traces.format.reader import open_trace
 
 
@@ -63,18 +63,6 @@ def test_a_pipe_a_device_or_a_folder_is_not_replaced(tmp_path):
     for name, message in (("pipe", "expected a file"), ("folder", "found a folder")):
         with pytest.raises(OSError, match=message):
             write_text(tmp_path / name, "text")
-
-
-def test_locks_and_logs_are_opened_through_no_link_and_no_pipe(tmp_path):
-    (tmp_path / "victim").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "victim")
-    (tmp_path / "hard").hardlink_to(tmp_path / "victim")
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "hard", "pipe"):
-        with pytest.raises(OSError, match="expected a file"):
-            open_own(tmp_path / name, os.O_WRONLY)
-    os.close(open_own(tmp_path / "new", os.O_WRONLY))
-    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_what_a_killed_process_left_goes_a_week_later_but_not_what_lives(tmp_path):

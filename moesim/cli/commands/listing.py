@@ -3,11 +3,10 @@
 The module is not called ``list``, which would hide the built-in type beside it.
 """
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.options import JsonOptions, Options, option
+from moesim.base.options import JsonOptions, option
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
@@ -148,27 +147,16 @@ def _models() -> list[dict[str, Any]]:
     return entries
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigOptions(Options):
-    """What is printed of the options of a run."""
-
-    schema: bool = option(False, "Print a JSON schema instead, for editors.")
-
-
 @from_dataclass(from_file=False)
-def config(options: ConfigOptions) -> None:
+def config() -> None:
     """Print a TOML file with every option that runs share, what it means, and its
     default; for --config.
 
     \b
-    Examples:
+    Example:
       moesim config > exp.toml
-      moesim config --schema > moesim.schema.json
     """
-    from moesim.runs.config_file import json_schema, toml_template
+    from moesim.runs.config_file import toml_template
 
-    # Both are made from the fields, so neither can be out of date.
-    if options.schema:
-        print(json.dumps(json_schema(), indent=2))
-        return
+    # Made from the fields, so it cannot be out of date.
     print(toml_template(), end="")

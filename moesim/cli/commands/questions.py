@@ -58,7 +58,7 @@ class CompareOptions(TableOptions):
         ]
 
 
-@from_dataclass(without=["noise_seed", "arrivals", "slo"])
+@from_dataclass(without=["arrivals", "slo"])
 def compare(config: RunConfig, options: CompareOptions) -> None:
     """Replay one trace under several policies, and rank them: speed, hits, bytes,
     memory, the lane that holds each up.
@@ -136,7 +136,7 @@ def _expand(
 NEEDS_MACHINE = (
     *("policy", "prefetch", "routing", "hw", "slots_per_layer", "gpu_memory_bytes"),
     *("host_memory_bytes", "host_cache", "staging", "prefetch_budget_bytes"),
-    *("gpu_split", "context_tokens", "noise_seed", "engine", "arrivals", "slo"),
+    *("gpu_split", "context_tokens", "engine", "arrivals", "slo"),
 )
 
 
@@ -168,7 +168,7 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
     output.present(hits_answer(rates), options)
 
 
-@from_dataclass(without=["noise_seed", "engine", "arrivals", "slo"])
+@from_dataclass(without=["engine", "arrivals", "slo"])
 def gap(config: RunConfig, options: PageOptions) -> None:
     """Say how much of a policy's time above a clairvoyant schedule's is due to which
     of its parts.
@@ -201,7 +201,7 @@ class SensitivityOptions(JsonOptions):
     steps: int = of_run("steps", 32)
 
 
-@from_dataclass(without=["noise_seed", "arrivals", "slo", "engine"], from_file=False)
+@from_dataclass(without=["arrivals", "slo", "engine"], from_file=False)
 def sensitivity(config: RunConfig, options: SensitivityOptions) -> None:
     """Move every constant of a profile within its interval and say whether another
     policy would win.
@@ -226,7 +226,7 @@ def sensitivity(config: RunConfig, options: SensitivityOptions) -> None:
 # A model that reads text has no trace, its lengths are those of the text, and only one
 # GPU takes part.
 NEEDS_TRACE = (
-    *("trace", "gpu_memory_bytes", "gpu_split", "steps", "noise_seed"),
+    *("trace", "gpu_memory_bytes", "gpu_split", "steps"),
     *("engine", "arrivals", "slo"),
 )
 

@@ -48,8 +48,8 @@ class RunOptions(JsonOptions):
 
 @from_dataclass(
     MeasuredConfig,
-    # One accelerator is not split, real times need no noise, and nothing simulates.
-    without=["gpu_split", "noise_seed", "engine", "arrivals", "slo"],
+    # One accelerator is not split, and nothing simulates.
+    without=["gpu_split", "engine", "arrivals", "slo"],
 )
 def run(config: MeasuredConfig, options: RunOptions) -> None:
     """Run real experts on this machine: a live model, or the routing of a trace with

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from joblib import Memory
 
 from moesim.base.errors import TraceError
-from moesim.base.host_limits import available_cores
+from moesim.base.host import available_cores
 from moesim.base.version import __version__, git_commit
 from moesim.evidence.reproduction.questions import (
     Answered,

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moesim.base.files import ScratchFolder
-from moesim.base.long_work import Every, Journal
+from moesim.base.files import Every, Journal, ScratchFolder
 from moesim.evidence.validation.paired_runs import (
     Trial,
     TrialRunner,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.base.host_limits import available_cores
+from moesim.base.host import available_cores
 from moesim.hwprofiles.profile import PREDICTIONS, save_profile
 from moesim.hwprofiles.schema import ProfileError
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesim.base.errors import TraceError
 from moesim.base.files import sha256
-from moesim.base.host_limits import available_cores
+from moesim.base.host import available_cores
 from moesim.base.options import ConfigError
 from moesim.policies.registry import registered, restore
 from moesim.traces.format.reader import Trace, open_trace

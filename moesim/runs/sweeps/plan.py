@@ -25,7 +25,7 @@ from moesim.policies.parameters import split_policies
 from moesim.policies.registry import KINDS, find, name_in, registered
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import CHOICES, MemoryOptions, RunConfig, in_order
-from moesim.runs.config_file import load_config, read_config, read_content
+from moesim.runs.config_file import config_of, load_config, read_config, read_content
 from moesim.runs.setup import artefact_files, check_digests, profile_of, trace_of
 from moesim.traces.format.reader import Trace, open_trace
 
@@ -127,8 +127,11 @@ def configs_of_file(path: str | Path, *, given: Iterable[str] = ()) -> list[RunC
         content.pop(name, None)
     choices = product(*map(as_list, content.values()))
     configs = [
-        read_config(file, dict(zip(content, choice, strict=True))).build(
-            RunConfig, command="moesim sweep"
+        config_of(
+            file,
+            read_config(file, dict(zip(content, choice, strict=True))),
+            RunConfig,
+            command="moesim sweep",
         )
         for choice in choices
     ]

@@ -47,7 +47,7 @@ _SAMPLES = {
 }
 """Columns with the times of batches, and their tokens, by what is compared."""
 
-REPETITIONS = ("seed", "noise_seed")
+REPETITIONS = ("seed",)
 """Axes whose values repeat a run."""
 
 
