@@ -20,13 +20,14 @@ from __future__ import annotations
 import argparse
 from bisect import bisect_left
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pandas as pd
 import yaml
 
 from moesim.base.errors import TraceError
@@ -43,18 +44,19 @@ from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import cache_replay
 from moesim.policies.arrays import view_of
+from moesim.policies.assignment._optimum import modelled_s, optimal
+from moesim.policies.names import CPU
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
-from moesim.questions.gap import Grades
 from moesim.reporting.tables import aligned
 from moesim.runs.replay import replay
 from moesim.traces.format.arrays import predicted_workload
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.layer_steps import layer_steps
+from moesim.traces.format.layer_steps import layer_steps, of_steps
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import import_trace
@@ -229,8 +231,91 @@ LRU_HIT_RATE = 73.0
 """FlashMoE's LRU hit rate in %; the cache size behind it is not stated. Source:
 published.yaml, FlashMoE text.
 """
-CALLS = ("start", *learned.CALLS)
-"""What `RivalRecorder` must be told of."""
+CALLS = ("start", "accessed", "admitted", "evicted", "victims")
+"""What recorders must be told of."""
+
+SOON_STEPS = 5
+"""A victim that is used again within so many steps was evicted too early."""
+
+
+class EvictionRecorder:
+    """Records how long experts stay in a cache that admits every miss, and what was
+    evicted too early.
+
+    An observer (`moesim.engine.observers`) of `CALLS`.
+
+    Args:
+        future: of the same forward passes.
+        experts: of a layer.
+
+    Attributes:
+        step: of the accesses before; admissions and evictions carry none.
+        stays: flat key, first and last step of each finished stay in the cache, in
+            order; -1 where it was there from the start.
+        evictions: how many.
+        soon: those of experts used again within `SOON_STEPS`.
+    """
+
+    def __init__(self, future: RecordedFuture, experts: int) -> None:
+        self.stays: list[tuple[int, int, int]] = []
+        self.evictions = 0
+        self.soon = 0
+        self._future = future
+        self._experts = experts
+        self.step = -1
+        self._entered: dict[int, int] = {}
+
+    def reported(self, call: str, arguments: tuple[Any, ...], _answer: Any) -> None:
+        """Note one call."""
+        match call:
+            case "accessed":
+                self.step = arguments[0].step
+            case "admitted":
+                self._entered[arguments[0]] = self.step
+            case "evicted":
+                (key,) = arguments
+                self.stays.append((key, self._entered.pop(key, -1), self.step))
+            case "victims":
+                self._judge(np.array(arguments[2]))
+
+    def _judge(self, chosen: np.ndarray) -> None:
+        """Count victims that are used again soon; they are of one layer."""
+        assert chosen.min() >= 0, "every policy of the comparison admits every miss"
+
+        layer = int(chosen[0]) // self._experts
+        experts = chosen - layer * self._experts
+        next_uses = self._future.next_uses(self.step, layer, experts)
+        used_again = next_uses < self._future.never
+        within_steps = next_uses - self.step <= SOON_STEPS
+        self.evictions += len(chosen)
+        self.soon += int((used_again & within_steps).sum())
+
+
+def mean_delay(
+    stays: Sequence[tuple[int, int, int]], belady: Sequence[tuple[int, int, int]]
+) -> float | None:
+    """Return how many steps, on average, experts overstay; None if none does: from the
+    first eviction of an expert by Belady during a stay to the end of that stay.
+
+    Args:
+        stays: key, first and last step of each finished stay.
+        belady: the same under Belady.
+    """
+    names = ["key", "first", "last"]
+    ours = pd.DataFrame(stays, columns=names, dtype=np.int64)
+    theirs = pd.DataFrame(belady, columns=names, dtype=np.int64)
+    ends = pd.merge_asof(
+        ours.sort_values("first"),
+        theirs[["key", "last"]].sort_values("last"),
+        left_on="first",
+        right_on="last",
+        by="key",
+        direction="forward",
+        suffixes=("", "_belady"),
+    )
+    delays = ends["last"] - ends["last_belady"]
+    late = delays[delays > 0]
+    return float(late.mean()) if len(late) else None
 
 
 def _slots_for(excerpt: Excerpt, hit_rate: float) -> int:
@@ -248,7 +333,7 @@ def _slots_for(excerpt: Excerpt, hit_rate: float) -> int:
     return min((max(1, first - 1), first), key=lambda n: abs(rate(n) - hit_rate))
 
 
-class RivalRecorder(learned.EvictionRecorder):
+class RivalRecorder(EvictionRecorder):
     """Records evictions, and whether another policy, which is told the same, would have
     named a better first victim in this cache; later ones depend on the first.
 
@@ -258,13 +343,9 @@ class RivalRecorder(learned.EvictionRecorder):
     """
 
     def __init__(
-        self,
-        policy: CachePolicy,
-        rival: CachePolicy,
-        future: RecordedFuture,
-        experts: int,
+        self, rival: CachePolicy, future: RecordedFuture, experts: int
     ) -> None:
-        super().__init__(policy, future, experts)
+        super().__init__(future, experts)
         self._rival = rival
         self.better = 0
         self.decided = 0
@@ -290,6 +371,26 @@ class RivalRecorder(learned.EvictionRecorder):
         self.better += use > rival_use
 
 
+def watch(
+    spec: str, steps: Sequence[RoutedStep], shape: ModelShape, slots: int
+) -> tuple[EvictionRecorder, float]:
+    """Let a cache be driven alone; what was recorded of its evictions, and its hit
+    rate.
+    """
+    policy = cast("CachePolicy", resolve(spec, "cache"))
+    future = RecordedFuture(steps)
+    recorder = EvictionRecorder(future, shape.experts)
+    counts = cache_replay.replay(
+        observed_policy(policy, recorder, CALLS),
+        spec,
+        shape,
+        CacheSize.for_model(shape, slots_per_layer=slots),
+        of_steps(steps),
+        future=future,
+    )
+    return recorder, counts.hit_rate
+
+
 def lru_and_belady(excerpt: Excerpt) -> Mapping[str, float | None]:
     """At the size where LRU comes nearest to the published rate: the hit rate of
     ``lru`` and ``belady``, in how many evictions they ``regret`` it within five steps,
@@ -300,14 +401,21 @@ def lru_and_belady(excerpt: Excerpt) -> Mapping[str, float | None]:
     slots = _slots_for(excerpt, LRU_HIT_RATE)
     steps = list(compose(excerpt.trace, steps=excerpt.most_steps))
     # The textbook's Belady takes in every miss, as LRU does.
-    lru, belady = learned.evaluate(("lru", learned.BOUND), steps, shape, slots, {})
-    figures = {"cached": percent(slots, shape.experts), "later": lru["delay_steps"]}
-    if belady["hit_rate"] < 1.0:
-        figures["misses"] = (1.0 - lru["hit_rate"]) / (1.0 - belady["hit_rate"])
-    for name, of in (("lru", lru), ("belady", belady)):
-        figures[name] = 100.0 * of["hit_rate"]
-        if of["evictions"]:
-            figures[f"regret {name}"] = 100.0 * of["refetch_5"]
+    watched = {
+        name: watch(spec, steps, shape, slots)
+        for name, spec in (("lru", "lru"), ("belady", learned.BOUND))
+    }
+    (lru, lru_rate), (belady, belady_rate) = watched.values()
+    figures = {
+        "cached": percent(slots, shape.experts),
+        "later": mean_delay(lru.stays, belady.stays),
+    }
+    if belady_rate < 1.0:
+        figures["misses"] = (1.0 - lru_rate) / (1.0 - belady_rate)
+    for name, (recorder, rate) in watched.items():
+        figures[name] = 100.0 * rate
+        if recorder.evictions:
+            figures[f"regret {name}"] = percent(recorder.soon, recorder.evictions)
     return figures
 
 
@@ -316,7 +424,7 @@ def better_victims(excerpt: Excerpt) -> float:
     slots = _slots_for(excerpt, LRU_HIT_RATE)
     lru, lfu = (cast("CachePolicy", resolve(spec, "cache")) for spec in ("lru", "lfu"))
     future = RecordedFuture.of(excerpt.trace, steps=excerpt.most_steps)
-    recorder = RivalRecorder(lru, lfu, future, excerpt.shape.experts)
+    recorder = RivalRecorder(lfu, future, excerpt.shape.experts)
     size = CacheSize.for_model(excerpt.shape, slots_per_layer=slots)
     cache_counts(excerpt, "lru", size, observed_policy(lru, recorder, CALLS))
     return percent(recorder.better, recorder.decided)
@@ -352,11 +460,12 @@ def learned_cache(excerpt: Excerpt) -> Mapping[str, float]:
     policies = (learned.LEARNED, *RIVALS)
     parameters = {learned.LEARNED: network._asdict()}
     figures = {}
-    for row in learned.evaluate(policies, held_out, shape, slots, parameters):
+    rates = learned.evaluate(policies, held_out, shape, slots, parameters)
+    for name, rate in rates.items():
         # No accesses at all count as no hits, and give no gain.
-        hits = row["hit_rate"] or 0.0
-        figures[f"hits {row['policy']}"] = 100.0 * hits
-        figures[f"misses {row['policy']}"] = 100.0 * (1.0 - hits)
+        hits = rate or 0.0
+        figures[f"hits {name}"] = 100.0 * hits
+        figures[f"misses {name}"] = 100.0 * (1.0 - hits)
     return figures
 
 
@@ -397,6 +506,40 @@ def best_late_step(excerpt: Excerpt, batch: int, **options: Any) -> float:
     if rates.empty:
         raise LacksError("lacks experts on the GPU in the last quarter of the steps")
     return 100.0 * float(rates.max())
+
+
+@dataclass(slots=True)
+class Grades:
+    """How far each layer step's assignment is from the best lanes for the same state of
+    the machine, with lanes as sums of costs (what most policies minimise).
+
+    Attributes:
+        modelled: chosen makespan over the least, of each layer step.
+        chosen_s: modelled makespan, summed over layer steps.
+        least_s: the least modelled makespan, likewise.
+    """
+
+    modelled: list[float] = field(default_factory=list)
+    chosen_s: float = 0.0
+    least_s: float = 0.0
+
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Grade one answer; layer steps that cost nothing are left out.
+
+        An observer of `AssignmentPolicy.assign` (`moesim.engine.observers`).
+        """
+        del call, answer
+        work, _, given_lanes, _ = arguments
+        least_s = optimal(work).makespan_s
+        if not least_s:
+            return
+
+        # The CPU computes what is deferred, too.
+        lanes = np.maximum(np.asarray(given_lanes), CPU)
+        chosen_s = modelled_s(work, lanes)
+        self.modelled.append(chosen_s / least_s)
+        self.chosen_s += chosen_s
+        self.least_s += least_s
 
 
 DALI = System(assignment="greedy", cache="workload-window:window=4,swaps=8")

@@ -24,16 +24,13 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pandas as pd
 
 from moesim.base.units import ms, percent
 from moesim.engine.observers import observed_policy
 from moesim.engine.planner import Planner
-from moesim.policies.assignment._optimum import modelled_s, optimal
 from moesim.policies.base import PolicyError
 from moesim.policies.delegating import DelegatingCache, context_for
-from moesim.policies.names import CPU
 from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System, compose
@@ -52,6 +49,8 @@ from moesim.traces.timeline.spans import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    import numpy as np
 
     from moesim.engine.observers import Observer
     from moesim.hwprofiles.costs import Costs
@@ -203,40 +202,6 @@ def without_planning(costs: Costs) -> Costs:
     free = copy(costs)
     vars(free).update(planning_terms=lambda *_, **__: (0.0,) * 4)
     return free
-
-
-@dataclass(slots=True)
-class Grades:
-    """How far each layer step's assignment is from the best lanes for the same state of
-    the machine, with lanes as sums of costs (what most policies minimise).
-
-    Attributes:
-        modelled: chosen makespan over the least, of each layer step.
-        chosen_s: modelled makespan, summed over layer steps.
-        least_s: the least modelled makespan, likewise.
-    """
-
-    modelled: list[float] = field(default_factory=list)
-    chosen_s: float = 0.0
-    least_s: float = 0.0
-
-    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
-        """Grade one answer; layer steps that cost nothing are left out.
-
-        An observer of `AssignmentPolicy.assign` (`moesim.engine.observers`).
-        """
-        del call, answer
-        work, _, given_lanes, _ = arguments
-        least_s = optimal(work).makespan_s
-        if not least_s:
-            return
-
-        # The CPU computes what is deferred, too.
-        lanes = np.maximum(np.asarray(given_lanes), CPU)
-        chosen_s = modelled_s(work, lanes)
-        self.modelled.append(chosen_s / least_s)
-        self.chosen_s += chosen_s
-        self.least_s += least_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 not trained on.
 
 Every policy drives the cache alone on the held-out part, from an empty cache, with
-every miss admitted, while its evictions are recorded.
+every miss admitted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.errors import TraceError
-from moesim.engine.observers import observed_policy
-from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._learned_network import FlashMoERequests, LRURequests
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.cache_replay import replay
@@ -31,6 +29,7 @@ from moesim.traces.format.layer_steps import of_steps
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from moesim.policies.base import CachePolicy
     from moesim.policies.cache._learned_network import Network
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -51,63 +50,41 @@ def evaluate(
     shape: ModelShape,
     slots: int,
     artefacts: Mapping[str, Any],
-) -> list[dict[str, Any]]:
+) -> dict[str, float | None]:
     """Let each policy drive the cache alone on the same steps.
 
     Args:
         policies: cache policies, as on the command line.
-        steps: numbered from 0; walked once per policy and twice more.
+        steps: numbered from 0; walked once per policy and once more.
         shape: the model.
         slots: per layer.
         artefacts: what learned policies look for.
 
     Returns:
-        For each ``policy`` its ``hit_rate``, its ``evictions``, and of these, None
-        where there were none: ``refetch_5``, the share whose victim is used again
-        within five steps; ``delay_steps`` (`mean_delay`).
+        Hit rate of each; None without accesses.
 
     Raises:
-        PolicyError: an unknown policy, a network that does not fit, or a policy that
-            declines admissions.
+        PolicyError: an unknown policy, or a network that does not fit.
     """
     future = RecordedFuture(steps)
     size = CacheSize.for_model(shape, slots_per_layer=slots)
-
-    def record(spec: str) -> tuple[EvictionRecorder, float | None]:
-        policy = cast("CachePolicy", resolve(spec, "cache"))
-        recorder = EvictionRecorder(policy, future, shape.experts)
-        counts = replay(
-            observed_policy(policy, recorder, CALLS),
+    return {
+        spec: replay(
+            cast("CachePolicy", resolve(spec, "cache")),
             spec,
             shape,
             size,
             of_steps(steps, scores=True),
             future=future,
             extras=artefacts,
-        )
-        return recorder, counts.hit_rate
-
-    # Delays are held against Belady with the same duty to admit.
-    belady, _ = record(BOUND)
-    rows = []
-    for spec in policies:
-        recorder, hit_rate = record(spec)
-        evictions = recorder.evictions
-        rows.append(
-            {
-                "policy": spec,
-                "hit_rate": hit_rate,
-                "evictions": evictions,
-                "refetch_5": recorder.soon / evictions if evictions else None,
-                "delay_steps": mean_delay(recorder.stays, belady.stays),
-            }
-        )
-    return rows
+        ).hit_rate
+        for spec in policies
+    }
 
 
 def per_request(
     steps: Iterable[RoutedStep], trained: Network, slots: int
-) -> list[dict[str, Any]]:
+) -> dict[str, float | None]:
     """Hit rates where requests are served one by one: of the learned policy as in the
     released code, and of LRU.
     """
@@ -122,13 +99,10 @@ def per_request(
             accesses += len(routed.experts)
             for name, cache in caches.items():
                 hits[name] += cache.serve(routed.layer, routed.experts)
-    return [
-        {
-            "policy": f"{name}{BY_REQUEST}",
-            "hit_rate": count / accesses if accesses else None,
-        }
+    return {
+        f"{name}{BY_REQUEST}": count / accesses if accesses else None
         for name, count in hits.items()
-    ]
+    }
 
 
 def cache_sizes(shape: ModelShape) -> list[int]:
@@ -166,14 +140,14 @@ def report(
     shape = trace.shape
     artefacts = {LEARNED: trained._asdict()}
     policies = (LEARNED, *BASELINES)
-    rows = [
-        {"slots": count, "ratio": count / shape.experts, **row}
-        for count in slots
-        for row in (
-            *evaluate(policies, held_out, shape, count, artefacts),
-            *per_request(held_out, trained, count),
-        )
-    ]
+    rows = []
+    for count in slots:
+        rates = evaluate(policies, held_out, shape, count, artefacts)
+        rates |= per_request(held_out, trained, count)
+        size = {"slots": count, "ratio": count / shape.experts}
+        rows += [
+            {**size, "policy": name, "hit_rate": rate} for name, rate in rates.items()
+        ]
     return {
         "trace": trace.path.name,
         "trace_digest": trace.digest(),
@@ -189,9 +163,6 @@ _COLUMNS = [
     Column("ratio", "of experts", "share"),
     Column("policy", "policy"),
     Column("hit_rate", "hit rate", "share"),
-    Column("evictions", "evictions"),
-    Column("refetch_5", "used again within 5", "share"),
-    Column("delay_steps", "delay, steps"),
 ]
 
 
@@ -243,104 +214,6 @@ def conclusion(rows: pd.DataFrame) -> str:
     if len(unbeaten):
         outcome = f"does not beat {', '.join(unbeaten)}"
     return f"the learned policy {outcome}; points of hit rate: {', '.join(points)}"
-
-
-CALLS = ("accessed", "admitted", "evicted", "victims")
-"""What a recorder must be told of."""
-
-SOON_STEPS = 5
-"""A victim that is used again within so many steps was evicted too early."""
-
-
-class EvictionRecorder:
-    """Records how long experts stay in a cache, and what was evicted too early.
-
-    An observer (`moesim.engine.observers`) of `CALLS`.
-
-    Args:
-        policy: whose evictions are recorded.
-        future: of the same forward passes.
-        experts: of a layer.
-
-    Attributes:
-        step: of the accesses before; admissions and evictions carry none.
-        stays: flat key, first and last step of each finished stay in the cache, in
-            order; -1 where it was there from the start.
-        evictions: how many.
-        soon: those of experts used again within `SOON_STEPS`.
-
-    Raises:
-        PolicyError: the policy may decline admissions.
-    """
-
-    def __init__(
-        self, policy: CachePolicy, future: RecordedFuture, experts: int
-    ) -> None:
-        # With admissions declined, caches would differ in what they were offered.
-        if not policy.admits_all:
-            raise PolicyError(
-                "a policy that declines admissions cannot be compared with those that"
-                " admit every miss"
-            )
-        self.stays: list[tuple[int, int, int]] = []
-        self.evictions = 0
-        self.soon = 0
-        self._future = future
-        self._experts = experts
-        self.step = -1
-        self._entered: dict[int, int] = {}
-
-    def reported(self, call: str, arguments: tuple[Any, ...], _answer: Any) -> None:
-        """Note one call."""
-        match call:
-            case "accessed":
-                self.step = arguments[0].step
-            case "admitted":
-                self._entered[arguments[0]] = self.step
-            case "evicted":
-                (key,) = arguments
-                self.stays.append((key, self._entered.pop(key, -1), self.step))
-            case "victims":
-                self._judge(np.array(arguments[2]))
-
-    def _judge(self, chosen: np.ndarray) -> None:
-        """Count victims that are used again soon; they are of one layer."""
-        assert chosen.min() >= 0, "every policy of the comparison admits every miss"
-
-        layer = int(chosen[0]) // self._experts
-        experts = chosen - layer * self._experts
-        next_uses = self._future.next_uses(self.step, layer, experts)
-        used_again = next_uses < self._future.never
-        within_steps = next_uses - self.step <= SOON_STEPS
-        self.evictions += len(chosen)
-        self.soon += int((used_again & within_steps).sum())
-
-
-def mean_delay(
-    stays: Sequence[tuple[int, int, int]], belady: Sequence[tuple[int, int, int]]
-) -> float | None:
-    """Return how many steps, on average, experts overstay; None if none does: from the
-    first eviction of an expert by Belady during a stay to the end of that stay.
-
-    Args:
-        stays: key, first and last step of each finished stay.
-        belady: the same under Belady.
-    """
-    names = ["key", "first", "last"]
-    ours = pd.DataFrame(stays, columns=names, dtype=np.int64)
-    theirs = pd.DataFrame(belady, columns=names, dtype=np.int64)
-    ends = pd.merge_asof(
-        ours.sort_values("first"),
-        theirs[["key", "last"]].sort_values("last"),
-        left_on="first",
-        right_on="last",
-        by="key",
-        direction="forward",
-        suffixes=("", "_belady"),
-    )
-    delays = ends["last"] - ends["last_belady"]
-    late = delays[delays > 0]
-    return float(late.mean()) if len(late) else None
 
 
 NEAR = 0.1

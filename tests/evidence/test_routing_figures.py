@@ -16,7 +16,9 @@ from benchmarks.routing_figures import (
     Excerpt,
     LacksError,
     RivalRecorder,
+    mean_delay,
     opened,
+    watch,
 )
 from moesim.engine.observers import observed_policy
 from moesim.policies import cache_replay
@@ -134,6 +136,18 @@ def test_experts_touched_by_the_first_tokens(tmp_path):
         figures.touched(load, 64)
 
 
+def test_delays_of_evictions_by_hand():
+    """LRU, 2 slots, 0 1 2 0 1: it evicts 0 and 1, which are used next step, and 2,
+    which is never used again. Belady evicts 1 at step 2 and lets 0 stay until step 4.
+    """
+    forward = steps(*[[routed(0, expert)] for expert in (0, 1, 2, 0, 1)])
+    lru, belady = (watch(spec, forward, shape(), 2) for spec in ("lru", BOUND))
+    assert (lru[1], lru[0].evictions, lru[0].soon) == (0.0, 3, 2)
+    # 1 leaves at step 3, Belady let it go at step 2; 0 and 2 never overstay.
+    assert mean_delay(lru[0].stays, belady[0].stays) == 1.0
+    assert mean_delay(belady[0].stays, belady[0].stays) is None
+
+
 def test_section_5_5_evictions_and_their_re_use():
     """The step-atomic example of the reference, section 5.5: C = 3,
     {0,1}{2,3}{0,2}{1,4}{0,2}{3,4}.
@@ -148,7 +162,7 @@ def test_section_5_5_evictions_and_their_re_use():
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=3)
     for spec, hits, evictions, again in (("lru", 3, 6, 4), (BOUND, 4, 5, 3)):
         policy = resolve(spec, "cache")
-        watched = RivalRecorder(policy, resolve("lru", "cache"), future, model.experts)
+        watched = RivalRecorder(resolve("lru", "cache"), future, model.experts)
         policy = observed_policy(policy, watched, CALLS)
         blocks = of_steps(forward)
         counts = cache_replay.replay(policy, spec, model, size, blocks, future=future)

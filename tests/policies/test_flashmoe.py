@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from moesim import cli
 from moesim.base.errors import TraceError
-from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.base import PolicyError
 from moesim.policies.cache._learned_network import (
     FlashMoERequests,
     History,
@@ -31,13 +31,12 @@ from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
 from moesim.questions.compare import compare
-from moesim.questions.learned_cache import EvictionRecorder, check_held_out, split
+from moesim.questions.learned_cache import check_held_out, split
 from moesim.runs import replay as api
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import load_artefacts
 from moesim.runtime.train_cache import distance_labels, forward, horizon_for, train
 from moesim.traces.format.batch import compose
-from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers.readers.arrays import load_named
@@ -307,38 +306,11 @@ def test_learned_on_the_shipped_calibration_trace_it_beats_lru_and_lfru_on_the_e
     trained = train(list(compose(calibration)), calibration.shape, hidden=64, epochs=15)
     policies = ("flashmoe", "lru", "lfru", learned.BOUND)
     artefacts = {"flashmoe": trained.network._asdict()}
-    evaluations = learned.evaluate(
+    rates = learned.evaluate(
         policies, list(compose(evaluation)), evaluation.shape, 8, artefacts
     )
-    rates = {row["policy"]: row["hit_rate"] for row in evaluations}
     assert rates["lru"] < rates["lfru"] < rates["flashmoe"] - 0.01
     assert rates["flashmoe"] < rates[learned.BOUND]
-
-
-def test_judging_by_hand():
-    """LRU, 2 slots, 0 1 2 0 1: it evicts 0 and 1, which are used next step, and 2, which
-    is never used again.
-
-    Belady evicts 1 at step 2 and lets 0 stay until step 4, when 0 and 2 are both never
-    used again: the lower id leaves.
-    """
-    (row,) = learned.evaluate(("lru",), passes(0, 1, 2, 0, 1), shape(), 2, {})
-    assert (row["hit_rate"], row["evictions"]) == (0.0, 3)
-    assert row["refetch_5"] == pytest.approx(2 / 3)
-    # 1 leaves at step 3, Belady let it go at step 2; 0 and 2 never overstay.
-    assert row["delay_steps"] == 1.0
-
-
-def test_policies_that_decline_admissions_are_not_judged():
-    class Choosy(CachePolicy):
-        def admits(self, work, incoming):
-            return incoming > 0
-
-        def victims(self, incoming, candidates):
-            return candidates
-
-    with pytest.raises(PolicyError, match="declines admissions"):
-        EvictionRecorder(Choosy(), RecordedFuture(passes(0)), 4)
 
 
 @pytest.mark.parametrize(

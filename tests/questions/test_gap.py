@@ -12,6 +12,7 @@ from support.handmade import HandCosts, HandProfile, routed, shape, steps
 from support.small_trace import write_trace
 from typer.testing import CliRunner
 
+from benchmarks.routing_figures import Grades
 from moesim import cli
 from moesim.policies.base import PolicyError
 from moesim.policies.sizes import CacheSize, MemoryPlan
@@ -19,7 +20,6 @@ from moesim.policies.systems import System
 from moesim.questions.gap import (
     CEILING,
     PARTS,
-    Grades,
     MixReplays,
     decompose,
     gap,
