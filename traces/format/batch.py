@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from itertools import islice, pairwise, repeat
+from itertools import chain, islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -162,12 +162,10 @@ def compose(
         TraceError: `batch` or `steps` below 1 or absurdly large, a missing column, or a
             damaged trace.
     """
-    check_counts(batch, steps)
-    check_passes(trace.passes, batch)
-    needed = tuple(columns)
-    trace.require(needed, "this replay")
-    # Checked at the call, not when the first step is asked for.
-    return islice(_compose(trace, batch, needed), steps)
+    layers = trace.shape.layers
+    parts = numbered(sequence_groups(trace, batch, steps, tuple(columns)))
+    routed = chain.from_iterable(routed_steps(part, layers) for part in parts)
+    return islice(routed, steps)
 
 
 def ends_in_prompt(trace: Trace, *, batch: int, steps: int | None) -> bool:
@@ -185,30 +183,38 @@ def ends_in_prompt(trace: Trace, *, batch: int, steps: int | None) -> bool:
     return False
 
 
-def check_counts(batch: int, steps: int | None) -> None:
-    """Refuse batches and numbers of steps that cannot be.
+def sequence_groups(
+    trace: Trace,
+    batch: int,
+    steps: int | None,
+    columns: tuple[str, ...],
+    *,
+    routing: bool = True,
+) -> Iterator[SequenceGroup]:
+    """The batches of a trace; each is used up before the next one is asked for.
 
     Raises:
-        TraceError: below 1 or absurdly large.
+        TraceError: `batch` or `steps` below 1 or absurdly large, several sequences with
+            drafts, or a missing column.
     """
     for name, value in (("batch", batch), ("steps", steps)):
-        if value is None or 1 <= value <= sys.maxsize:
-            continue
-        expected = ">= 1" if value < 1 else f"<= {sys.maxsize}"
-        raise TraceError(f"{name}: expected {expected}, got {value}")
+        if value is not None and not 1 <= value <= sys.maxsize:
+            expected = ">= 1" if value < 1 else f"<= {sys.maxsize}"
+            raise TraceError(f"{name}: expected {expected}, got {value}")
+    if trace.passes.draft_tokens and batch > 1:
+        # They would advance at different paces.
+        raise TraceError(
+            f"draft_tokens: expected one sequence at a time, got batch {batch}; use"
+            " batch 1, or draft_tokens 0"
+        )
+    trace.require(columns, "this replay")
+    # Checked at the call, not when the first step is asked for.
+    return _groups(trace, batch, columns, routing=routing)
 
 
-def _compose(
-    trace: Trace, batch: int, columns: tuple[str, ...]
-) -> Iterator[RoutedStep]:
-    for part in numbered(sequence_groups(trace, batch, columns)):
-        yield from routed_steps(part, trace.shape.layers)
-
-
-def sequence_groups(
-    trace: Trace, batch: int, columns: tuple[str, ...], *, routing: bool = True
+def _groups(
+    trace: Trace, batch: int, columns: tuple[str, ...], *, routing: bool
 ) -> Iterator[SequenceGroup]:
-    """The batches of a trace; each is used up before the next one is asked for."""
     sequences = trace.sequences(columns)
     index = 0
     while group := list(islice(sequences, batch)):
@@ -543,16 +549,3 @@ def micro_batches(tokens: Sequence[int], most: int) -> Iterator[list[tuple[int, 
             part[n] = done[n], min(tokens[n], done[n] + share)
             done[n] = part[n][1]
         yield part
-
-
-def check_passes(passes: Passes, batch: int) -> None:
-    """Refuse drafts for several sequences, which would advance at different paces.
-
-    Raises:
-        TraceError: naming the way out.
-    """
-    if passes.draft_tokens and batch > 1:
-        raise TraceError(
-            f"draft_tokens: expected one sequence at a time, got batch {batch}; use"
-            " batch 1, or draft_tokens 0"
-        )

@@ -16,8 +16,6 @@ from moesim.traces.format.arrays import top_k
 from moesim.traces.format.batch import (
     LayerSteps,
     SequenceGroup,
-    check_counts,
-    check_passes,
     numbered,
     sequence_groups,
 )
@@ -63,10 +61,8 @@ def layer_steps(
     Raises:
         TraceError: `batch` or `steps` below 1, a missing column, or a damaged trace.
     """
-    check_counts(batch, steps)
-    check_passes(trace.passes, batch)
-    trace.require(columns, "this replay")
     layers = trace.shape.layers
+    groups = sequence_groups(trace, batch, steps, columns, routing=routing)
     parts = (
         _read(
             part,
@@ -80,7 +76,7 @@ def layer_steps(
             experts=trace.shape.experts,
             most=trace.shape.top_k,
         )
-        for part in numbered(sequence_groups(trace, batch, columns, routing=routing))
+        for part in numbered(groups)
     )
     # Numbers of all experts are many more than those of the active ones.
     most = BLOCK_ACCESSES // 16 if columns or routing else BLOCK_ACCESSES

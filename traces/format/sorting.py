@@ -186,7 +186,7 @@ def _external(
     progress: Callable[[int], None] | None,
 ) -> Iterator[Block]:
     """Rows by the keys, in pieces: DuckDB sorts the keys with all other columns of a
-    row packed into words.
+    row packed into one value.
     """
     import duckdb  # noqa: PLC0415 - a tenth of a second that only large interleaved files pay
 
@@ -244,60 +244,41 @@ def _packed_batches(
 
 
 class _RowPacking:
-    """All columns of a row but the keys as W words of 64 bits, which DuckDB moves
-    faster than lists or bytes.
-    """
+    """All columns of a row but the keys as one value of its bytes."""
 
     def __init__(self, like: Block, keys: list[str]) -> None:
-        fields = [
-            (name, column.dtype, column.shape[1:])
-            for name, column in like.items()
-            if name not in keys
-        ]
-        self._names = [name for name, *_ in fields]
-
-        row_bytes = np.dtype(fields).itemsize
-        self._word_count = -(-row_bytes // 8)
-        padding = 8 * self._word_count - row_bytes
-        if padding:
-            self._row = np.dtype([*fields, ("", "V1", (padding,))])
-        else:
-            self._row = np.dtype(fields)
-
+        self._names = [name for name in like if name not in keys]
+        self._row = np.dtype(
+            [(name, like[name].dtype, like[name].shape[1:]) for name in self._names]
+        )
         self._keys = {
             name: np.dtype(np.int64 if name in ("rank", "row") else np.int32)
             for name in keys
         }
-        key_types = [
+        fields = [
             (name, pa.from_numpy_dtype(dtype)) for name, dtype in self._keys.items()
         ]
-        word_types = [(f"word{word}", pa.int64()) for word in range(self._word_count)]
-        self.schema = pa.schema([*key_types, *word_types])
+        self.schema = pa.schema([*fields, ("rows", pa.binary(self._row.itemsize))])
 
     def packed(self, piece: Block) -> pa.RecordBatch:
         """Return one piece for DuckDB."""
-        rows = np.zeros(len(piece["seq"]), self._row)
+        rows = np.empty(len(piece["seq"]), self._row)
         for name in self._names:
             rows[name] = piece[name]
-
-        columns = [
+        keys = [
             numbers(piece[name].astype(dtype)) for name, dtype in self._keys.items()
         ]
-        if self._word_count:
-            packed = rows.view(np.int64).reshape(-1, self._word_count)
-            columns += [numbers(packed[:, word]) for word in range(self._word_count)]
-        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        kind = self.schema.field("rows").type
+        values_of_rows = pa.Array.from_buffers(
+            kind, len(rows), [None, pa.py_buffer(rows)]
+        )
+        return pa.RecordBatch.from_arrays([*keys, values_of_rows], schema=self.schema)
 
     def unpacked(self, batch: pa.RecordBatch) -> Block:
         """Undo `packed`."""
         block = {name: values(batch.column(name)) for name in self._keys}
-        if not self._word_count:
-            return block
-
-        packed = np.empty((batch.num_rows, self._word_count), np.int64)
-        for word in range(self._word_count):
-            packed[:, word] = values(batch.column(f"word{word}"))
-        rows = packed.view(self._row).reshape(-1)
+        data = batch.column("rows").cast(self.schema.field("rows").type).buffers()[1]
+        rows = np.frombuffer(data, self._row, batch.num_rows)
         for name in self._names:
             block[name] = np.ascontiguousarray(rows[name])
         return block

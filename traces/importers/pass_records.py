@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.schema import Phase
 from moesim.traces.importers.readers.foreign import Foreign, layout_error
 
 if TYPE_CHECKING:
@@ -49,32 +48,28 @@ def recognises(path: Path) -> bool:
 def read(path: Path, _: ModelShape) -> Foreign:
     """The file's passes, a sequence each."""
     note = "the source does not tell whose tokens a pass has: each is a prompt"
-    return Foreign(lambda: _pieces(path), notes=[note])
+    return Foreign(lambda: _pieces(path), passes=True, notes=[note])
 
 
 def _pieces(path: Path) -> Iterator[Block]:
     """The passes, one by one."""
     records: list[tuple[int, np.ndarray]] = []
-    number = 0
     for layer, ids in _records(path):
         if records and layer <= records[-1][0]:
-            yield _rows(number, records)
+            yield _rows(records)
             records = []
-            number += 1
         records.append((layer, ids))
-    yield _rows(number, records)
+    yield _rows(records)
 
 
-def _rows(number: int, records: list[tuple[int, np.ndarray]]) -> Block:
+def _rows(records: list[tuple[int, np.ndarray]]) -> Block:
     sizes = [len(ids) for _, ids in records]
     tokens = max(sizes)
-    total = sum(sizes)
     return {
-        "seq": np.full(total, number, np.int32),
+        "seq": np.zeros(sum(sizes), np.int32),
         "pos": np.concatenate([np.arange(tokens - size, tokens) for size in sizes]),
         "layer": np.repeat([layer for layer, _ in records], sizes),
         "experts": np.concatenate([ids for _, ids in records]),
-        "phase": np.full(total, Phase.PREFILL, np.int8),
     }
 
 
