@@ -365,7 +365,7 @@ def test_saved_statistics(tmp_path, name, change):
     refused(subjects._read_statistics, path)
 
 
-DECISIONS = {
+ROUTINGS = {
     "routing of nobody": ("0/0/routing", np.zeros((1, 0), np.uint16)),
     "routing without tokens": ("0/0/routing", np.array([5, 7], np.uint16)),
     "experts that are halves": ("0/0/routing", np.array([[0.5, 7.0]])),
@@ -373,14 +373,14 @@ DECISIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), DECISIONS.values(), ids=DECISIONS)
-def test_logs_of_decisions(tmp_path, name, value):
-    path = subjects._decisions(tmp_path, 0)
+@pytest.mark.parametrize(("name", "value"), ROUTINGS.values(), ids=ROUTINGS)
+def test_routings_of_live_runs(tmp_path, name, value):
+    path = subjects._routing(tmp_path, 0)
     with np.load(path) as saved:
         arrays = dict(saved)
     arrays[name] = value
     np.savez(path, **arrays)
-    refused(subjects._read_decisions, path)
+    refused(subjects._read_routing, path)
 
 
 STORES = cases(
