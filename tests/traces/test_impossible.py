@@ -384,11 +384,8 @@ def test_routings_of_live_runs(tmp_path, name, value):
 
 
 STORES = cases(
-    ("data_bytes", [-1, 1, 10**15]),
-    ("offsets.0 offsets.2", [-4096, 1, 10**15]),
-    ("offsets", [[0], []]),
-    ("records.0.0", [-1, 4, 10**9]),
-    ("records", [[], [[0, 0, 0, 0, 0]]]),
+    ("experts", [[], [0], [-4], [5]]),
+    ("distinct", [-1, 3, 10**9]),
     ("layer_layouts", [[-1], [1], [], [0, 0]]),
     ("layouts.0.tensors.0.1", [[-32, 16], [10**6, 10**6]]),
     ("layouts.0.tensors.1.2", [-1, 10**9]),
