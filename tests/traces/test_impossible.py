@@ -365,24 +365,6 @@ def test_saved_statistics(tmp_path, name, change):
     refused(subjects._read_statistics, path)
 
 
-ROUTINGS = {
-    "routing of nobody": ("0/0/routing", np.zeros((1, 0), np.uint16)),
-    "routing without tokens": ("0/0/routing", np.array([5, 7], np.uint16)),
-    "experts that are halves": ("0/0/routing", np.array([[0.5, 7.0]])),
-    "an array of no layer": ("0/routing", np.zeros((1, 2), np.uint16)),
-}
-
-
-@pytest.mark.parametrize(("name", "value"), ROUTINGS.values(), ids=ROUTINGS)
-def test_routings_of_live_runs(tmp_path, name, value):
-    path = subjects._routing(tmp_path, 0)
-    with np.load(path) as saved:
-        arrays = dict(saved)
-    arrays[name] = value
-    np.savez(path, **arrays)
-    refused(subjects._read_routing, path)
-
-
 STORES = cases(
     ("experts", [[], [0], [-4], [5]]),
     ("distinct", [-1, 3, 10**9]),
