@@ -17,7 +17,6 @@ from moesim.advice.plan.memory import (
     PROGRAM_BYTES,
     TABLES,
     Job,
-    bill_of,
     candidates,
 )
 from moesim.advice.plan.what_if import cached_speed
@@ -355,12 +354,3 @@ def test_hits_at_a_third_of_the_slots_are_not_those_of_a_hot_set():
         _, hits = cached_speed(forecast, slots / 512)
         low, high = (odds / (1 + odds) for odds in (hits.odds.low, hits.odds.high))
         assert low < measured < high
-
-
-def test_a_bill_on_one_memory_counts_both_processors():
-    machine = describe_machine(cpu="Ryzen AI Max+ 395", ram="128GB")
-    model = named_contents("gpt-oss-120b")
-    bill = bill_of(model, machine, Setting(), Job())
-    assert bill.host_left == pytest.approx(
-        bill.host_free - bill.host_bytes - bill.gpu_bytes
-    )

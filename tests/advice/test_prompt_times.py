@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moesim.advice.machine import describe_machine
-from moesim.advice.times.priors import STAGED_PASSES, priors_of
+from moesim.advice.times.priors import priors_of
 from moesim.advice.times.step_times import prefill_terms
 from moesim.advice.times.work import ExpertGroup, PrefillWork, Setting
 
@@ -84,16 +84,6 @@ def test_uploads_are_as_fast_as_the_slower_of_wire_and_memory():
         assert 2 ** (-1 / 6) * slower <= priors["upload"].value < slower
 
 
-@pytest.mark.parametrize(("backend", "sharpness"), [("cuda", 6), ("vulkan", 1)])
-def test_a_staging_buffer_overlaps_but_under_vulkan(backend, sharpness):
-    card = replace(MACHINE.graphics[0], backend=backend)
-    machine = replace(MACHINE, graphics=(card,))
-    priors = priors_of(machine)
-    passes = STAGED_PASSES * priors["upload"].value / priors["host_read"].value
-    expected = (1 + passes**sharpness) ** (-1 / sharpness)
-    assert priors["pageable"].value == pytest.approx(expected, rel=0.02)
-
-
 def test_measured_links_are_taken_nearly_as_they_are():
     """A probe counts a tenth too much, a statement a twentieth; a datasheet says least."""
     probed = replace(MACHINE, probes=replace(MACHINE.probes, link=1e10))
@@ -102,15 +92,3 @@ def test_measured_links_are_taken_nearly_as_they_are():
     assert uploads[0].value == pytest.approx(0.9e10, rel=0.01)
     assert uploads[1].value == pytest.approx(0.95 * stated.link_bytes_per_s, rel=0.01)
     assert uploads[1].spread < uploads[0].spread < uploads[2].spread < 0.5
-
-
-def test_the_cpu_multiplies_every_token_with_its_dense_weights_and_nothing_else():
-    """Experts are uploaded here, so none is computed or read for nothing."""
-    once, twice = terms(), terms(chunks={(1024, 0): 3})
-    heavy = terms(host_dense_weights=2e8)
-    for more in (twice, heavy):
-        ratio = more["cpu other layers"] / once["cpu other layers"]
-        assert ratio == pytest.approx(2.0)
-    # Terms of no time are left out.
-    assert "cpu experts" not in once
-    assert "ssd" not in terms(ssd_share=0.0)

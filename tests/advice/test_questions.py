@@ -275,14 +275,6 @@ def test_popular_experts_beyond_certainty_leave_the_mean_to_the_others():
         assert used_share(64, 8, 1, skew) == pytest.approx(8 / 64)
 
 
-@pytest.mark.parametrize(("layers", "first"), [(99, 0), (25, 0), (24, 1), (0, 24)])
-def test_the_head_is_the_first_layer_on_the_card(layers, first):
-    """llama.cpp: `i_gpu_start = max(n_layer + 1 - n_gpu_layers, 0)`, 24 layers here."""
-    setting = Setting(gpu_layers=layers)
-    assert setting.first_gpu_layer(named_contents("gpt-oss-20b", "MXFP4")) == first
-    assert setting.head_on_gpu == (layers > 0)
-
-
 @pytest.mark.parametrize(
     ("cpu", "gpu", "rate_gb_s"),
     [

@@ -42,17 +42,6 @@ def test_every_shape_names_its_source_and_when_it_was_read():
         assert "recalled" not in row["source"], name
 
 
-def test_layers_with_a_window_may_have_heads_of_their_own():
-    """Step 3.5: full attention in every fourth layer from the first, 64 heads there and
-    96 beside a window.
-    """
-    step = named_contents("step-3.5-flash")
-    full = [at for at, each in enumerate(step.layers) if not each.window_tokens]
-    assert full == list(range(0, 45, 4))
-    widths = {each.attention_width for each in step.layers if each.window_tokens}
-    assert widths == {2 * 96 * 128}
-
-
 @pytest.mark.parametrize("name", shapes())
 def test_weights_sum_to_the_published_total(name):
     model = named_contents(name)
@@ -90,12 +79,6 @@ def test_devices_are_those_of_their_pages(kind):
         stated = {key: row[key] * UNITS.get(key, 1) for key in row.keys() - NO_FIGURES}
         found = {key: getattr(device, key) for key in stated}
         assert found == pytest.approx(stated, rel=0.005), row["name"]
-
-
-@pytest.mark.parametrize(("name", "gb_s"), [("EPYC 9334", 456), ("EPYC 9354", 456)])
-def test_few_dies_have_two_links_each(name, gb_s):
-    """EPYCs of this series with up to four dies connect each by two links."""
-    assert find(name, processors()).dies_bytes_per_s == pytest.approx(gb_s * 1e9)
 
 
 def test_chips_follow_their_own_rule():
@@ -136,33 +119,16 @@ KEYS_AND_VALUES = {
 }
 
 
-# Link of one card: lanes of the card, generation of the older of card and slot.
-MACHINES = {
-    ("Ryzen 9 7950X", "RTX 4090"): 31.5,
-    ("Xeon Gold 6248", "2x RTX A6000"): 15.75,
-}
-
-
-@pytest.mark.parametrize(("words", "link_gb_s"), MACHINES.items())
 @pytest.mark.parametrize("name", KEYS_AND_VALUES)
-def test_keys_and_values_are_those_of_the_configuration(name, words, link_gb_s):
-    """Twenty models on two machines; cards share them out, whatever their number."""
-    cpu, gpu = words
-    machine = describe_machine(cpu=cpu, gpu=gpu)
-    assert machine.link_bytes_per_s == pytest.approx(link_gb_s * 1e9, rel=0.02)
+def test_keys_and_values_are_those_of_the_configuration(name):
+    """Cards share them out, whatever their number."""
+    machine = describe_machine(cpu="Xeon Gold 6248", gpu="2x RTX A6000")
     model = named_contents(name)
     states = sum(layer.state_bytes for layer in model.layers)
     for tokens in (1024, 8192):
         bill = bill_of(model, machine, Setting(), Job(context=tokens))
         kept = bill.gpu["keys and values"] - states
         assert kept == pytest.approx(KEYS_AND_VALUES[name] * tokens, rel=0.02)
-
-
-def test_windowed_layers_stop_at_their_window():
-    """gpt-oss-120b: 18 layers see 128 tokens, 18 see all."""
-    model = named_contents("gpt-oss-120b", "MXFP4")
-    entry = 2 * 8 * 64 * 2
-    assert model.kv_bytes(8192) == 18 * entry * (128 + 8192)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +149,6 @@ def test_windows_keep_their_micro_batch_too(name, micro_batch, cells):
     short = model.kv_cache_bytes(100, micro_batch)[windowed]
     assert short.tolist() == (100 * entries).tolist()
     assert windowed.any()
-
-
-def test_layers_with_full_attention_may_be_named():
-    """Kimi Linear keeps latents in 7 of 27 layers, MiMo all tokens in 9 of 48."""
-    kimi = named_contents("kimi-linear-48b-a3b")
-    assert kimi.kv_bytes(1000) == 7 * (512 + 64) * 2 * 1000
-    mimo = named_contents("mimo-v2-flash")
-    assert sum(not layer.window_tokens for layer in mimo.layers) == 9
 
 
 MOST_OFF = {"kept": 0.02, "state": 0.02, "computing": 0.15}
