@@ -15,7 +15,7 @@ from moesim.advice.times.latents import NINETY, Interval
 from moesim.advice.times.work import DEFAULT_MICRO_BATCH
 from moesim.base.units import format_bytes, ms, number, percent
 from moesim.reporting.answers import Answer
-from moesim.reporting.figures import LIMIT, Axis, Figure, names
+from moesim.reporting.figures import LIMIT, Axis, Figure
 from moesim.reporting.parts import HEADS, Column, Listing
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ VERDICTS = {
     "faster": "is faster than expected",
     "slower": "is slow",
 }
-GIB = 1024**3
 
 DECODE = Column("decode_tokens_per_s", HEADS["decode_tokens_per_s"], "tokens/s")
 PREFILL = Column("prefill_tokens_per_s", HEADS["prefill_tokens_per_s"], "tokens/s")
@@ -462,13 +461,8 @@ def advice_answer(advice: Advice, *, explain: bool = False) -> Answer:
     setting = best.candidate.setting
     if setting.on_host(advice.model) and not (setting.page_locked or setting.mapped):
         facts.append(("page-locking", UNLOCKED.format(machine.system)))
-    figures = {"memory": lambda: _memory_figure(advice)}
-    if advice.curve:
-        curves = {
-            kind: lambda kind=kind: _curve_figure(advice, kind)
-            for kind in ("decode", "prefill")
-        }
-        figures = curves | figures
+    kinds = ("decode", "prefill") if advice.curve else ()
+    figures = {kind: lambda kind=kind: _curve_figure(advice, kind) for kind in kinds}
     return Answer(
         question="which settings are fastest?",
         subject=f"{advice.model.name} on {machine.name}",
@@ -708,38 +702,6 @@ def _curve_figure(advice: Advice, kind: str) -> Figure:
         dashed=frozenset({"predicted, does not fit", "measured with another -ub"}),
         low="low",
         high="high",
-    )
-
-
-def _memory_figure(advice: Advice) -> Figure:
-    """What the advised setting puts into either memory, beside what is free."""
-    import pandas as pd  # noqa: PLC0415 - as in `_curve_figure`
-
-    bill = advice.best.candidate.bill
-    memories = [("host memory", bill.host, bill.host_free)]
-    if advice.machine.graphics:
-        memories.append(("GPU memory", bill.gpu, bill.gpu_free))
-    rows = []
-    for memory, parts, _ in memories:
-        start = 0.0
-        for item, stored in parts.items():
-            if not stored:
-                continue
-            end = start + stored / GIB
-            at = {"memory": memory, "item": item, "gib": stored / GIB}
-            rows.append(at | {"from": start, "to": end})
-            start = end
-    free = [(name, size) for name, _, size in memories if size and math.isfinite(size)]
-    return Figure(
-        pd.DataFrame(rows),
-        Axis("to", "GiB", zero=True),
-        names("memory", "", [name for name, *_ in memories]),
-        "Memory of the advised setting; dashed: what programs may use",
-        mark="bar",
-        series="item",
-        start="from",
-        rules=[("x", size / GIB, f"free {name}") for name, size in free],
-        hover=[("item", "for", ""), ("gib", "GiB", ".2f")],
     )
 
 

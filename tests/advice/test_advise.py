@@ -227,12 +227,11 @@ def test_the_page_shows_the_curve_the_cliff_and_measured_points(
         assert words in html
     charts = [part for part in data_of(page)["parts"] if part and "spec" in part]
     drawn = [chart["data"]["rows"] for chart in charts]
-    decode, prompt, memory = drawn
+    decode, prompt = drawn
     for points, speed in ((decode, 48.0), (prompt, 600.0)):
         (point,) = [each for each in points if "measured" in each["what"]]
         assert (point["layers"], point["speed"]) == (12, speed)
     assert "predicted, does not fit" in {each["what"] for each in decode}
-    assert "compute buffers" in {each["item"] for each in memory}
     with browser(tmp_path / "browser") as driver:
         check_page(driver, page, screenshots)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from moesim.advice.model.contents import (
     MOST_EXPERTS,
@@ -43,34 +43,6 @@ _KIND_LISTS = ("layer_types", "layers_block_type", "layer_block_types")
 _LETTERS = "hybrid_override_pattern"
 
 
-class ConfigShape(NamedTuple):
-    """What ``config.json`` says of a model.
-
-    Attributes:
-        layers: in order; only those that run when a token is made.
-        hidden: H.
-        vocab: tokens.
-        tied: head and embeddings are one tensor.
-        table_weights: look-up tables by n-gram.
-        table_rows: rows of them that a token reads.
-        formats: weight formats that the file states.
-        is_quantised: whether it states any.
-        architecture: ``model_type``, or the name of its class.
-        remarks: what the file has and this does not count, and unknown keys.
-    """
-
-    layers: tuple[LayerShape, ...]
-    hidden: int
-    vocab: int
-    tied: bool
-    table_weights: int
-    table_rows: int
-    formats: Recipe
-    is_quantised: bool
-    architecture: str
-    remarks: tuple[str, ...]
-
-
 # What a folder's name says of formats that its config.json does not have.
 NAMED = re.compile(r"[-_](fp8|nvfp4|mxfp4|bf16|int4|awq|gptq)(?![a-z0-9])")
 # The formats of GGUF files nearest to packed integers.
@@ -86,50 +58,10 @@ def hf_contents(folder: Path, quant: str = "") -> ModelContents:
             config states, or the folder's name.
 
     Raises:
-        AdviceError: no config that is read, no experts, or an unknown label.
-    """
-    shape = read_config(folder / "config.json")
-    formats = shape.formats
-    remarks = ["bytes follow from config.json", *shape.remarks]
-    named = NAMED.search(folder.resolve().name.lower())
-    label = quant or ("" if shape.is_quantised or named is None else named.group(1))
-    if label:
-        stated = recipe(PACKED.get(label, label))
-        if stated is None:
-            raise AdviceError(
-                f"quantisation {label!r}: unknown; expected a label such as Q4_K_M,"
-                " FP8, MXFP4 or BF16"
-            )
-        formats = stated
-        if not quant:
-            remarks.append(f"formats by the folder's name, {label.upper()}")
-    contents = shaped_contents(
-        shape.layers,
-        formats,
-        name=folder.name,
-        hidden=shape.hidden,
-        vocab=shape.vocab,
-        tied=shape.tied,
-    )
-    return replace(
-        contents,
-        architecture=shape.architecture,
-        source="config.json",
-        quant=label.upper() or formats.up.upper(),
-        table_bytes=round(shape.table_weights * bytes_per_weight(formats.embed)),
-        table_weights=shape.table_weights,
-        table_rows=shape.table_rows,
-        assumed=tuple(remarks),
-    )
-
-
-def read_config(path: Path) -> ConfigShape:
-    """Read the shape that a ``config.json`` describes.
-
-    Raises:
         AdviceError: not JSON, sizes that no model has, a missing size, a kind of layer
-            that is not known, or no experts.
+            or a label that is not known, or no experts.
     """
+    path = folder / "config.json"
     try:
         config = load_json(read_text(path))
     except ValueError as error:
@@ -141,7 +73,7 @@ def read_config(path: Path) -> ConfigShape:
             f"{path}: expected keys and values, found {config!r:.40}; download the file"
             " again"
         )
-    return _Reader(path, config).shape()
+    return _Reader(path, config).contents(quant)
 
 
 class _Keys:
@@ -246,7 +178,7 @@ class _Reader:
                 " download the file again"
             )
 
-    def shape(self) -> ConfigShape:
+    def contents(self, quant: str) -> ModelContents:
         """Read everything, unknown keys last."""
         keys = self.keys
         experts = keys.named("experts")
@@ -264,23 +196,46 @@ class _Reader:
         vocab = keys.size("vocab_size")
         table_weights, table_rows = self._tables(vocab)
         stated = self._quantisation()
+        formats = self._formats(stated)
         tied = keys.raw("tie_word_embeddings", "tie_embedding")
         if tied is None:
             # Transformers ties these families unless they say otherwise.
             tied = self.model.startswith(("lfm2", "gemma"))
         names = keys.raw("architectures")
         is_named = isinstance(names, list) and names
-        return ConfigShape(
-            layers=layers,
+        architecture = str(keys.raw("model_type") or (names[0] if is_named else "?"))
+        remarks = ["bytes follow from config.json", *self._remarks()]
+
+        folder = self.path.parent
+        named = NAMED.search(folder.resolve().name.lower())
+        label = quant or ("" if stated or named is None else named.group(1))
+        if label:
+            known = recipe(PACKED.get(label, label))
+            if known is None:
+                raise AdviceError(
+                    f"quantisation {label!r}: unknown; expected a label such as Q4_K_M,"
+                    " FP8, MXFP4 or BF16"
+                )
+            formats = known
+            if not quant:
+                remarks.append(f"formats by the folder's name, {label.upper()}")
+        computed = shaped_contents(
+            layers,
+            formats,
+            name=folder.name,
             hidden=self.hidden,
             vocab=vocab,
             tied=bool(tied),
+        )
+        return replace(
+            computed,
+            architecture=architecture,
+            source="config.json",
+            quant=label.upper() or formats.up.upper(),
+            table_bytes=round(table_weights * bytes_per_weight(formats.embed)),
             table_weights=table_weights,
             table_rows=table_rows,
-            formats=self._formats(stated),
-            is_quantised=bool(stated),
-            architecture=str(keys.raw("model_type") or (names[0] if is_named else "?")),
-            remarks=self._remarks(),
+            assumed=tuple(remarks),
         )
 
     def _count(self) -> int:
