@@ -20,7 +20,7 @@ from moesim.cli.output import COMMAND_WORDS, print_notes
 
 GROUPS = {
     "Begin here": {
-        "replay": ("replay:replay", "Replay a trace through a policy on a machine."),
+        "replay": ("runs:replay", "Replay a trace through a policy on a machine."),
         "compare": ("questions:compare", "Replay one trace under several policies."),
         "advise": ("advise:advise", "Say which llama.cpp flags are fastest here."),
         "list": ("listing:list_", "List policies, systems, machines, models."),
@@ -57,7 +57,7 @@ GROUPS = {
         "profile": ("machine:profile", "Measure this PC."),
         "verify": ("machine:verify", "Say whether the simulator holds on this PC."),
         "calibrate": ("machine:calibrate", "Learn this PC's costs from runs."),
-        "run": ("run:run", "Run real experts on this machine."),
+        "run": ("runs:run", "Run real experts on this machine."),
         "validate": ("machine:validate", "Compare simulated with measured runs."),
     },
     "Research": {

@@ -151,7 +151,6 @@ def replay(
 
     warnings = synthetic_caveats(opened.header)
     warnings += _warnings(setup, planner, metrics)
-    warnings += _without_effect(setup, planner)
     warnings += planner.policies.remarks()
     effective = setup.effective_config(opened) | {"begins": started}
     effective["engine"] = "simpy" if config.engine == "simpy" else "fast"
@@ -311,44 +310,6 @@ def _sink(
         watch(table, chunk)
 
     return both
-
-
-def _without_effect(setup: Setup, planner: Planner) -> list[str]:
-    """Options that were stated and that nothing in this run asks for."""
-    config = setup.config
-    usual = RunConfig()
-    idle = {
-        "host_cache": (
-            setup.memory.host is None,
-            "nothing limits host memory; --host-memory does",
-        ),
-        "gpu_split": (setup.profile.gpus == 1, "the machine has one GPU"),
-        "prefetch_budget_bytes": (
-            not planner.policies.prefetch.prefetches,
-            "nothing is prefetched; --prefetch names a policy",
-        ),
-        "acceptance": (
-            not config.passes.draft_tokens,
-            "no tokens are drafted; --draft-tokens says how many",
-        ),
-        "host_memory_bytes": (
-            setup.memory.host is None,
-            "it holds every expert",
-        ),
-        "context_tokens": (
-            config.memory.is_stated or setup.fits_card(),
-            "the size of the GPU's cache is stated, or the card holds every expert",
-        ),
-        "slo": (
-            config.arrivals is None,
-            "no requests arrive; --arrivals says when",
-        ),
-    }
-    return [
-        f"--{name.removesuffix('_bytes').replace('_', '-')} changes nothing: {reason}"
-        for name, (is_idle, reason) in idle.items()
-        if is_idle and getattr(config, name) != getattr(usual, name)
-    ]
 
 
 def _memory_warnings(setup: Setup) -> list[str]:

@@ -12,10 +12,6 @@ import pytest
 from support import processes
 from support.command_line import refused
 from support.small_trace import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    SEQUENCES,
-    SHAPE,
     write_small_trace,
 )
 from typer.main import get_command
@@ -67,33 +63,6 @@ def test_replay_writes_tables_figures_and_perfetto(command, trace, tmp_path):
     )
 
 
-def test_gpu_memory_leaves_the_rest_to_experts(command, trace):
-    """Other weights and two staging slots are set aside; the remaining 3.5 experts per
-    layer hold 3.
-    """
-    expert = SHAPE.max_expert_bytes
-    size = SHAPE.other_bytes + 2 * expert + 3 * 3 * expert + expert
-    found = json.loads(
-        command("replay", trace, "--gpu-memory", size, "--staging", 2, "--json")[1]
-    )
-    assert found["config"]["cache_slots"] == [3, 3, 3]
-
-
-# Compare.
-
-
-def test_compare_equals_replay(command, trace):
-    """A row of the table is the run that `replay` makes."""
-    found = json.loads(
-        command("compare", trace, "--policy", "greedy,on-demand", "--json")[1]
-    )
-    both = {run["policy"]: run for run in found["runs"]}
-    alone = json.loads(command("replay", trace, "--policy", "on-demand", "--json")[1])
-    assert set(both) == {"greedy", "on-demand"}
-    for name in ("makespan_s", "hits", "bytes", "tpot_s", "config"):
-        assert both["on-demand"][name] == alone[name]
-
-
 # List and trace.
 
 
@@ -112,17 +81,6 @@ def test_list_names_what_can_be_named(command, kind, words):
     assert words in out
     entries = json.loads(command("list", kind, "--json")[1])[kind]
     assert all(entry["name"] and entry["summary"] for entry in entries)
-
-
-def test_trace_info_counts_tokens(command, trace):
-    found = json.loads(command("trace", "info", trace, "--json")[1])
-    assert (found["prefill_tokens"], found["decode_tokens"]) == (
-        SEQUENCES * PROMPT_TOKENS,
-        SEQUENCES * NEW_TOKENS,
-    )
-    assert (
-        "small: 3 MoE layers x 8 experts, top 2" in command("trace", "info", trace)[1]
-    )
 
 
 # Bad input.

@@ -11,8 +11,7 @@ from support.command_line import refused
 from support.small_trace import SHAPE, write_small_trace
 
 import moesim
-from moesim.base.options import ConfigError, Options, option
-from moesim.cli.options import from_dataclass
+from moesim.base.options import ConfigError
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.runs.config import RunConfig, in_order
 from moesim.runs.config_file import toml_template
@@ -254,25 +253,6 @@ def test_help_shows_every_option_of_a_function(function):
 
 
 # A new option.
-
-
-def test_a_command_says_more_exactly_what_an_option_means_to_it():
-    """Its own fields replace the run's, and what it has no use for is gone."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Own(Options):
-        """Nothing."""
-
-        policy: str = option("greedy", "Of its own.")
-
-    def command(config: RunConfig, options: Own) -> None:
-        """Nothing."""
-
-    decorated = from_dataclass(without=["trace"], from_file=False)(command)
-    names = list(inspect.signature(decorated).parameters)
-    assert names[-2:] == ["policy", "context"]
-    assert names.count("policy") == 1
-    assert {"trace", "config_file"}.isdisjoint(names)
 
 
 # The page, whose examples run in test_docs.py.

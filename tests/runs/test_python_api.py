@@ -4,11 +4,13 @@ and errors of one's own policies.
 
 import hashlib
 import json
+from functools import partial
 
 import pytest
 from support.command_line import refused
 
 import moesim
+from moesim.base.errors import AdviceError, TraceError
 from moesim.base.options import ConfigError
 from moesim.policies import registry
 from moesim.policies.cache.lru import LRU
@@ -16,6 +18,7 @@ from moesim.policies.faults import PolicyFault
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import share_of
+from moesim.runs.sweeps.rows import ResultsError
 from moesim.runs.sweeps.sweep import configs_of
 
 STEPS = 2
@@ -201,3 +204,30 @@ def test_a_replay_tells_the_share_that_is_done(steps):
     assert shares[-1] == 1.0
     if steps:
         assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+# Calls that cannot be.
+
+
+SWEEP = partial(moesim.sweep, "tiny", "greedy", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (partial(SWEEP, jobs=0), ConfigError, "jobs: expected a whole number >= 1"),
+        (partial(SWEEP, jobs=-1), ConfigError, "jobs: expected a whole number >= 1"),
+        (partial(SWEEP, jobs=1, results=""), ResultsError, "results: expected a folder"),
+        (partial(SWEEP, jobs=1, seed=2**63), ConfigError, "a number of 64 bits"),
+        (partial(moesim.replay, "tiny", slo="ttft=x"), TraceError, "slo: expected"),
+        (partial(moesim.replay, "tiny", slo="ttft=1,ttft=2"), TraceError, "of each"),
+        (partial(moesim.advise, "olmoe-1b-7b", count=-1), AdviceError, "count: exp"),
+        (partial(moesim.synth, "t", tokens=9, like="qwen3-30b-a3b", skew=1.0),
+         ValueError, "--skew states what --like measures"),
+    ],
+    # A call's own words hold an address, which differs between processes.
+    ids=lambda each: each if isinstance(each, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

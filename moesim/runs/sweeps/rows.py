@@ -322,12 +322,6 @@ SHARE_AT_RISK = 0.01
 """Of a long sweep, the share that a kill may cost: files stay few."""
 
 
-_NAMING = ("digest", "trace_digest", "hw_digest")
-"""Columns without which nobody could tell what was run."""
-
-_JSON = ("lanes", "warnings")
-
-
 class ResultsError(ValueError):
     """A folder that holds no results, a damaged file in it, or a wrong query."""
 
@@ -418,13 +412,10 @@ def _read(file: Path) -> pa.Table:
             # No column of another kind than ours, and none twice.
             pa.unify_schemas([row_schema(), opened.schema_arrow])
             table = read_table(opened, file)
-        for name in _NAMING:
+        # Without them nobody could tell what was run.
+        for name in ("digest", "trace_digest", "hw_digest"):
             if table.column(name).null_count:
                 raise ResultsError(f"a row without {name}")
-        for name in {*_JSON} & {*table.column_names}:
-            for text in table.column(name).drop_null().to_pylist():
-                if not isinstance(json.loads(text), dict | list):
-                    raise ResultsError(f"no JSON of ours in {name}")
     # What Arrow raises of columns has no class of its own.
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         reason = (str(error).splitlines() or ["unreadable"])[0]

@@ -1,4 +1,4 @@
-"""`moesim run`: real experts on this machine."""
+"""`moesim replay` and `run`: one trace, one policy, one machine, simulated or real."""
 
 import json
 import sys
@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from moesim.base.options import (
+    PAGES,
+    PICTURES,
     TIMELINES,
     JsonOptions,
+    PageOptions,
     file_option,
     folder_option,
     input_option,
@@ -18,11 +21,62 @@ from moesim.base.options import (
 from moesim.base.text import visible_lines
 from moesim.cli import output
 from moesim.cli.options import check_installed, from_dataclass
-from moesim.runs.config import MeasuredConfig
+from moesim.runs.config import MeasuredConfig, RunConfig
 from moesim.runs.result import FILES
 
 if TYPE_CHECKING:
     from moesim.runs.measured import MeasuredRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions(PageOptions):
+    """What `moesim replay` is asked beside the run itself."""
+
+    out: Path | None = folder_option(
+        "Write the run's tables and figures there.", *FILES
+    )
+    png: Path | None = file_option(
+        "Draw what every lane did in a step in the middle.", *PICTURES
+    )
+    html: Path | None = file_option(
+        "Write a page: every lane at any moment, which expert was where.", *PAGES
+    )
+    perfetto: Path | None = file_option(
+        "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
+    )
+
+
+@from_dataclass()
+def replay(config: RunConfig, options: ReplayOptions) -> None:
+    """Replay a trace through a policy on a machine, and say what it was worth.
+
+    \b
+    Examples:
+      moesim replay q.parquet --policy greedy
+      moesim replay q.parquet --policy greedy --cache lfu:decay=0.9 --gpu-memory 8GiB
+      moesim replay q.parquet --policy fiddler --hw hw.toml --html run.html --perfetto run.json.gz
+      moesim replay --config run/run.json --batch 4
+    """
+    from moesim.questions.replay import run_answer
+    from moesim.runs.replay import replay as replay_trace
+    from moesim.runs.replay import share_of
+    from moesim.runs.setup import opened
+
+    # Opened once, for the bar and for the replay.
+    config, _ = opened(config)
+    with output.bar(config.policy, 1.0) as show:
+        run = replay_trace(
+            config,
+            out=options.out,
+            perfetto=options.perfetto,
+            # A page is drawn from the timeline; figures alone need none in memory.
+            keep=options.html is not None or options.png is not None,
+            bounded=True,
+            progress=share_of(config, show),
+        )
+    written = [options.out, options.perfetto]
+    output.present(run_answer(run), options, more=written)
+
 
 NOT_VERIFIED = 1
 """Exit code for logits that differ from the plain model's."""
@@ -165,4 +219,3 @@ def _print(measured: "MeasuredRun") -> None:
             f"verify: {result}: largest difference of {verification.logits:,} logits"
             f" {verification.largest:.3g}, tolerance {verification.tolerance:.3g}"
         )
-
