@@ -1,8 +1,8 @@
 """Figures that answer when touched: the descriptions of `moesim.reporting.figures`
 through Altair, for pages.
 
-Hovering shows values, a click on a name in the legend hides it, points can be dragged
-and zoomed, and a figure follows the choices of its page. Altair writes the description
+Hovering shows values, a click on a name in the legend hides it, and a figure follows
+the choices of its page. Altair writes the description
 only; ``vl-convert`` brings Vega's script, which pages carry.
 """
 
@@ -78,8 +78,6 @@ def interactive(shown: Shown) -> dict[str, Any]:
         layers = [layer.transform_filter(~hidden) for layer in layers]
         # One layer carries it: a name may stand in a chart once.
         layers[-1] = layers[-1].add_params(hidden)
-    if figure.mark == "point" and not figure.lies:
-        layers[0] = layers[0].add_params(_dragged("zoom", ["x", "y"]))
     empty = alt.Chart(alt.InlineData(values=[{}]))
     for side, value, words in figure.rules:
         rule = empty.mark_rule(strokeDash=[4, 3], color=QUIET)
@@ -148,7 +146,10 @@ def timeline_chart(spans: Spans) -> dict[str, Any]:
         .mark_text(clip=True, color="white", fontSize=10)
         .encode(x="middle:Q", text="label:N")
     )
-    moved = _dragged("when", ["x"], clear=False)
+    moved = alt.selection_interval(
+        name="when", encodings=["x"], bind="scales", clear=False,
+        zoom="wheel![event.ctrlKey || event.metaKey]",
+    )  # fmt: skip
     chart = alt.layer(bars.add_params(moved), numbers).properties(
         width=900, height=30 * max(len(lanes), 1)
     )
@@ -157,13 +158,6 @@ def timeline_chart(spans: Spans) -> dict[str, Any]:
         chart = chart.properties(title=alt.TitleParams(alt.expr(spans.choice)))
     spec = chart.properties(description=spans.label).to_dict()
     return {"spec": spec, "data": {"spans": []}, "label": spans.label}
-
-
-def _dragged(name: str, axes: Any, **options: Any) -> Any:
-    return alt.selection_interval(
-        name=name, encodings=axes, bind="scales",
-        zoom="wheel![event.ctrlKey || event.metaKey]", **options,
-    )  # fmt: skip
 
 
 def _layers(figure: Figure, base: Any) -> list[Any]:

