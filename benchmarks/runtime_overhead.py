@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from moesim.runs.config import MemoryOptions
 from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import run_trace
 from moesim.runtime.executor.device import HostDevice
@@ -279,10 +278,8 @@ def made_up_trace(path: Path, tokens: int) -> Trace:
 def _run(
     trace: Trace, store: ExpertStore, profile: Any, policy: str, **memory: Any
 ) -> Any:
-    options = MemoryOptions(slots_per_layer=SLOTS, **memory)
-    return run_trace(
-        trace, policy, store=store, dtype="float32", hw=profile, memory=options
-    )
+    sizes = {"slots_per_layer": SLOTS, **memory}
+    return run_trace(trace, policy, store=store, dtype="float32", hw=profile, **sizes)
 
 
 def _median_s(run: Any, lane: str, kind: str) -> float:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from benchmarks.runtime_overhead import SHAPE, SLOTS, TOKENS, made_up_trace
-from moesim.runs.config import MemoryOptions
 from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import run_trace
 from moesim.runtime.executor.trace_driven import shape_for
@@ -99,16 +98,14 @@ def wakes_s(
     the reader is woken.
     """
     half = sum(store.index.experts) // 2
-    memory = MemoryOptions(
-        slots_per_layer=SLOTS, host_memory_bytes=half * store.slot_bytes
-    )
     run = run_trace(
         trace,
         policy,
         store=store,
         dtype="float32",
         hw=profile,
-        memory=memory,
+        slots_per_layer=SLOTS,
+        host_memory_bytes=half * store.slot_bytes,
     )
     spans = run.timeline.frame().groupby(["kind", "step", "layer"])
     planned_s = spans["end_s"].max()["plan"]

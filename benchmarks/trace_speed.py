@@ -76,12 +76,12 @@ LARGE = {
     "replay": (
         "timed, batches of 256",
         (
-            "from moesim.runs.memory import MemoryOptions; from moesim.runs.replay"
-            " import replay; from moesim.traces.format.reader import open_trace"
+            "from moesim.runs.replay import replay; from moesim.traces.format.reader"
+            " import open_trace"
         ),
         (
             "(trace := open_trace(sys.argv[2]), replay(trace, 'greedy', cache='lru',"
-            " hw='rtx4060ti', batch=256, memory=MemoryOptions(cache_ratio=0.25),"
+            " hw='rtx4060ti', batch=256, cache_ratio=0.25,"
             " out=sys.argv[3]))[0].rows"
         ),
     ),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moesim.questions.sensitivity import sensitivity
     from moesim.reporting.answers import Answer
     from moesim.reporting.figures import Figure, style
-    from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
+    from moesim.runs.config import MeasuredConfig, RunConfig
     from moesim.runs.config_file import load_config
     from moesim.runs.replay import replay, replay_cache
     from moesim.runs.result import Run
@@ -67,7 +67,6 @@ __all__ = [
     "HardwareProfile",
     "Job",
     "MeasuredConfig",
-    "MemoryOptions",
     "Run",
     "RunConfig",
     "Timeline",

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.reporting.answers import Answer
-    from moesim.runs.config import MemoryOptions
     from moesim.runs.result import Run
     from moesim.runs.sweeps.plan import Plan, Point
     from moesim.traces.format.reader import Trace
@@ -79,7 +78,6 @@ def compare(
     policies: Sequence[str] | str,
     *,
     hw: Sequence[Machine | None] | Machine | None = None,
-    memory: Sequence[MemoryOptions] | MemoryOptions | None = None,
     out: str | Path | None = None,
     keep: bool = True,
     jobs: int | None = 1,
@@ -97,7 +95,6 @@ def compare(
             those given here replace.
         policies: systems or assignment policies, in a list or separated by commas.
         hw: hardware profiles, each by name, path or itself.
-        memory: sizes of memories in one object, or a list of such.
         out: each run has a folder below it, named after its policy, in folders for
             other axes where there are some.
         keep: keep the timelines of all runs in memory; without it and without `out`
@@ -112,14 +109,10 @@ def compare(
             before anything runs; also for nothing to compare.
         ChildProcessError: processes were killed time and again.
     """
-    # An empty list is nothing to compare, whatever it is of.
-    for name, given in {"policies": policies, "hw": hw, "memory": memory}.items():
-        if isinstance(given, list | tuple) and not given:
-            raise PolicyError(f"{name}: expected at least one, got none")
     config, open_trace = opened(RunConfig.of(trace))
     options["policy"] = policies
-    places = {"hw": hw, "memory": memory}
-    options |= {name: value for name, value in places.items() if value is not None}
+    if hw is not None:
+        options["hw"] = hw
     plan = planned(configs_of(config, options))
     _check(plan, open_trace)
     tasks = [(point, _folder(out, plan, point)) for point in plan.points]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from moesim.base.options import (
-    ConfigError,
     Options,
     input_option,
     option,
@@ -253,8 +252,6 @@ class RunConfig(MemoryOptions):
         cls,
         trace: RunConfig | str | Path | Trace | None = None,
         policy: str | None = None,
-        *,
-        memory: MemoryOptions | None = None,
         **options: Any,
     ) -> Self:
         """Build a configuration from the arguments of a Python call.
@@ -262,11 +259,10 @@ class RunConfig(MemoryOptions):
         Args:
             trace: a trace, or a configuration whose options are replaced.
             policy: a system or an assignment policy; None keeps the default.
-            memory: sizes of memories in one object, instead of single options.
             options: fields of this class by name; sizes also without ``_bytes``.
 
         Raises:
-            TypeError: an unknown option, or one that `memory` states too.
+            TypeError: an unknown option.
             ConfigError: a value that does not fit its field.
         """
         # A simulated run may be made of the options of a measured one, and vice versa.
@@ -278,20 +274,6 @@ class RunConfig(MemoryOptions):
             config = cls(trace=trace)
         if policy is not None:
             options["policy"] = policy
-        if memory is not None:
-            if not isinstance(memory, MemoryOptions):
-                raise ConfigError(
-                    f"memory: expected one MemoryOptions, got {memory!r}; the size of"
-                    " the GPU cache alone is gpu_memory, slots_per_layer or cache_ratio"
-                )
-            # All of them, so that sizes of `trace` do not shine through.
-            sizes = memory.options()
-            if doubled := sizes.keys() & set(map(_field_name, options)):
-                raise TypeError(
-                    f"{min(doubled)}: expected it once, got it beside memory, which"
-                    " states it too; drop one"
-                )
-            options |= sizes
         return config.replaced(**options)
 
     def replaced(self, **options: Any) -> Self:

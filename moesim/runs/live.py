@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moesim.policies.systems import Policies
-    from moesim.runs.config import MemoryOptions
     from moesim.runtime.executor.executor import Executor, StepInfo
     from moesim.runtime.store.store import BuildProgress
 
@@ -37,7 +36,6 @@ def run_live(
     prompts: Sequence[str | bytes],
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
@@ -51,7 +49,7 @@ def run_live(
             whose options those given here replace.
         prompts: texts.
         policy: as in `moesim.runs.measured.run_trace`; oracles are refused.
-        memory, out, perfetto, progress, building: as there.
+        out, perfetto, progress, building: as there.
         options: fields of `moesim.runs.config.MeasuredConfig`. `residual` may be the
             vectors themselves; they are calibrated now for ``tiny`` when None.
 
@@ -73,7 +71,7 @@ def run_live(
     # The model stands where traces stand in other functions.
     if not isinstance(model, MeasuredConfig):
         model = MeasuredConfig(model=model)
-    config = MeasuredConfig.of(model, policy, memory=memory, **options)
+    config = MeasuredConfig.of(model, policy, **options)
     profile = machine_profile(config.hw, store=config.store_folder)
     # Loading a model takes minutes, so what cannot be is refused before.
     policies = config.system.build(gpus=1, host_cache=None)

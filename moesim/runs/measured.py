@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from moesim.engine.planner import Planner
     from moesim.policies.systems import Policies
-    from moesim.runs.config import MemoryOptions, RunConfig
+    from moesim.runs.config import RunConfig
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
     from moesim.runtime.executor.live import Verdict
     from moesim.runtime.store.store import BuildProgress, ExpertStore
@@ -128,7 +128,6 @@ def run_trace(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
@@ -141,7 +140,6 @@ def run_trace(
         trace: a moesim trace, by path or opened; or a configuration, whose options
             those given here replace.
         policy: a system or an assignment policy, ``greedy`` if None.
-        memory: sizes of caches and staging in one object, instead of single options.
         out: folder for the tables, the decisions and ``run.json``.
         perfetto: file for the timeline, with that of the same run simulated below it.
         progress: called after each forward pass.
@@ -162,7 +160,7 @@ def run_trace(
     )
     from moesim.runtime.models import dense as dense_parts  # noqa: PLC0415 - torch
 
-    config = MeasuredConfig.of(trace, policy, memory=memory, **options)
+    config = MeasuredConfig.of(trace, policy, **options)
     refuse_arrivals(config, "a measured run")
     refuse_drafts(config, "a measured run")
     opened = trace_of(config)

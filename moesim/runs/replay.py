@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from moesim.engine.planner import Planner
-    from moesim.runs.config import MemoryOptions
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import LayerSteps, RoutedStep
     from moesim.traces.format.reader import Trace
@@ -66,7 +65,6 @@ def replay(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     keep: bool = True,
@@ -82,7 +80,6 @@ def replay(
             those given here replace.
         policy: a system or an assignment policy, ``greedy`` if None; `cache`,
             `prefetch` and `routing` replace one part of it.
-        memory: sizes of caches and staging in one object, instead of single options.
         out: folder for ``timeline.parquet``, ``accesses.parquet``, ``steps.parquet``
             and ``run.json``.
         perfetto: file for the Chrome-trace timeline.
@@ -104,7 +101,7 @@ def replay(
     """
     # Opening and setting up count: a user waits for them too.
     begin_s = time.perf_counter()
-    config = RunConfig.of(trace, policy, memory=memory, **options)
+    config = RunConfig.of(trace, policy, **options)
     opened = trace_of(config)
     if is_searched(config):
         config = clairvoyant_rules(config.replaced(trace=opened))
@@ -391,8 +388,6 @@ def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[s
 def replay_cache(
     trace: RunConfig | str | Path | Trace,
     cache: str | None = None,
-    *,
-    memory: MemoryOptions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Count the hits of a cache if every miss is fetched and offered to it.
@@ -402,7 +397,6 @@ def replay_cache(
             those given here replace.
         cache: cache policy; None takes that of the configuration's policy, which is
             ``lru`` unless another one is named.
-        memory: sizes in one object, instead of single options.
         options: fields of `moesim.runs.config.RunConfig`; those about time say nothing
             here.
 
@@ -411,7 +405,7 @@ def replay_cache(
             `moesim.runs.replay.replay`.
     """
     begin_s = time.perf_counter()
-    config = RunConfig.of(trace, memory=memory, **options)
+    config = RunConfig.of(trace, **options)
     refuse_arrivals(config, "a cache alone")
     # A system names its cache; an assignment policy has that of every system, LRU.
     cache = cache or config.system.cache

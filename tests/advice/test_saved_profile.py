@@ -21,7 +21,7 @@ from moesim.advice.plan.what_if import shape_of
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import Quantity
-from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay
 from moesim.traces.format.reader import open_trace
 from moesim.traces.synthetic.generate import stated, synthesise
@@ -47,7 +47,7 @@ def replayed(advice, setting, trace, folder, steps=None):
         policy="llama.cpp",
         hw=profile,
         steps=steps,
-        memory=MemoryOptions(cache_ratio=ratio),
+        cache_ratio=ratio,
     )
     run = replay(config)
     passes = run.timeline.step_frame()

@@ -77,9 +77,7 @@ def three_layers(tmp_path):
 def test_fixed_times_by_hand_on_three_layers(
     three_layers, gpu, policy, ratio, layer_ms
 ):
-    first, second = both(
-        three_layers, policy, hw=machine(**gpu), memory=MemoryOptions(cache_ratio=ratio)
-    )
+    first, second = both(three_layers, policy, hw=machine(**gpu), cache_ratio=ratio)
     assert_equal(first, second)
     assert first.result.makespan_s == pytest.approx(3 * layer_ms * MS)
 
@@ -101,9 +99,7 @@ def test_a_rate_of_few_tokens_is_not_carried_to_many_on_three_layers(tmp_path):
     known = machine()
     stated = {name: Quantity(value, "assumed", "a test") for name, value in few.items()}
     known = replace(known, numbers=dict(known.numbers) | stated)
-    first, second = both(
-        prompt, "all-cpu+none", hw=known, memory=MemoryOptions(cache_ratio=0.0)
-    )
+    first, second = both(prompt, "all-cpu+none", hw=known, cache_ratio=0.0)
     assert_equal(first, second)
     layer_ms = 4 + 2 * (1 + 3 * 0.5)
     assert first.result.makespan_s == pytest.approx(3 * layer_ms * MS)
@@ -221,10 +217,9 @@ def test_a_new_cost_is_one_row_of_the_table(
     known = machine()
     added = {row.path: Quantity(seconds, "assumed", "a test")}
     stated = replace(known, numbers={**known.numbers, **added})
-    memory = MemoryOptions(cache_ratio=ratio)
     spans = []
     for hw in (known, stated):
-        first, second = both(three_layers, policy, hw=hw, memory=memory)
+        first, second = both(three_layers, policy, hw=hw, cache_ratio=ratio)
         assert_equal(first, second)
         spans.append(first.result.makespan_s)
     assert spans[1] - spans[0] == pytest.approx(charged * seconds, rel=1e-6)

@@ -222,7 +222,12 @@ def test_no_replay_beats_the_bound(data, drawn, tmp_path_factory):
             ),
         )
         config = RunConfig.of(
-            trace, policy=policy, hw=profile(hw), batch=batch, memory=memory, **parts
+            trace,
+            policy=policy,
+            hw=profile(hw),
+            batch=batch,
+            **memory.options(),
+            **parts,
         )
         done = replay(config, keep=False)
         bound = replay_bound(Setup.of(config, trace), trace)

@@ -18,7 +18,7 @@ from moesim.hwprofiles import paths
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.bound import highest_read_rate, memory_bound, replay_bound
-from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.config import RunConfig
 from moesim.runs.measured import run_bound
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
@@ -178,7 +178,7 @@ def test_no_system_beats_the_bound_on_the_shipped_trace(system, hw, network):
         policy=system,
         hw=profile_of(hw),
         steps=12,
-        memory=MemoryOptions(cache_ratio=0.4),
+        cache_ratio=0.4,
         **needs,
     )
     bound = replay_bound(Setup.of(config, trace), trace)

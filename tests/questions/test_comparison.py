@@ -28,9 +28,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(trace):
-    return moesim.compare(
-        trace, POLICIES, hw="rtx4060ti", memory=moesim.MemoryOptions(slots_per_layer=3)
-    )
+    return moesim.compare(trace, POLICIES, hw="rtx4060ti", slots_per_layer=3)
 
 
 @pytest.fixture(scope="module")

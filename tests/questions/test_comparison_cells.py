@@ -16,12 +16,13 @@ from support.small_trace import LARGE, write_small_trace
 import moesim
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.policies.base import PolicyError
+from moesim.runs.config import MemoryOptions
 from moesim.runs.sweeps.execution import run_tasks
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
 MACHINES = ("rtx4060ti", "rtx3080ti")
 CELL = ["hw", "slots_per_layer"]
-MEMORIES = [moesim.MemoryOptions(slots_per_layer=slots) for slots in (1, 3, 6)]
+SLOTS = [1, 3, 6]
 SAME = [
     "tpot_s", "ttft_s", "hit_rate_active", "makespan_s", "h2d_bytes", "gpu_bytes",
     "busiest",
@@ -36,22 +37,24 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def swept(trace):
-    return moesim.compare(trace, POLICIES, hw=MACHINES, memory=MEMORIES, keep=False)
+    return moesim.compare(
+        trace, POLICIES, hw=MACHINES, slots_per_layer=SLOTS, keep=False
+    )
 
 
 # Cells.
 
 
 def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, swept):
-    assert len(swept.table) == len(POLICIES) * len(MACHINES) * len(MEMORIES)
+    assert len(swept.table) == len(POLICIES) * len(MACHINES) * len(SLOTS)
     for machine in MACHINES:
-        for memory in MEMORIES:
+        for slots in SLOTS:
             table, _ = moesim.compare(
-                trace, POLICIES, hw=machine, memory=memory, keep=False
+                trace, POLICIES, hw=machine, slots_per_layer=slots, keep=False
             )
             cell = swept.table[
                 (swept.table["hw"] == machine)
-                & (swept.table["slots_per_layer"] == memory.slots_per_layer)
+                & (swept.table["slots_per_layer"] == slots)
             ].reset_index(drop=True)
             assert cell["candidate"].tolist() == table["candidate"].tolist()
             pd.testing.assert_frame_equal(cell[SAME], table[SAME])
@@ -60,13 +63,18 @@ def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, sw
 
 def test_a_sweep_keeps_no_timelines_unless_told(trace, swept):
     assert all(run.timeline.frame().empty for run in swept.runs.values())
-    kept = moesim.compare(trace, ["greedy"], memory=MEMORIES[:2], steps=3)
+    kept = moesim.compare(trace, ["greedy"], slots_per_layer=SLOTS[:2], steps=3)
     assert all(len(run.timeline.step_frame()) == 3 for run in kept.runs.values())
 
 
 def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path):
     moesim.compare(
-        trace, ["greedy"], hw=MACHINES[:1], memory=MEMORIES[:2], steps=2, out=tmp_path
+        trace,
+        ["greedy"],
+        hw=MACHINES[:1],
+        slots_per_layer=SLOTS[:2],
+        steps=2,
+        out=tmp_path,
     )
     assert (tmp_path / "1" / "greedy" / "run.json").is_file()
     assert (tmp_path / "3" / "greedy" / "run.json").is_file()
@@ -82,7 +90,7 @@ def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path)
     ({}, "default"),
 ])  # fmt: skip
 def test_a_memory_is_called_what_was_said_of_it(options, words):
-    assert moesim.MemoryOptions(**options).size_words == words
+    assert MemoryOptions(**options).size_words == words
 
 
 # Processes.
@@ -95,7 +103,7 @@ def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
         trace,
         POLICIES,
         hw=MACHINES,
-        memory=MEMORIES,
+        slots_per_layer=SLOTS,
         jobs=2,
         out=tmp_path,
         progress=shares.append,
@@ -140,12 +148,13 @@ def test_small_work_stays_in_this_process():
 
 
 def test_a_cell_that_cannot_be_is_named_before_anything_runs(trace, tmp_path):
-    memory = [
-        moesim.MemoryOptions(gpu_memory_bytes=size) for size in (1 << 20, 1 << 30)
-    ]
     with pytest.raises(PolicyError, match=r"rtx4060ti, 1.0 MiB.*no room to stage"):
         moesim.compare(
-            trace, ["greedy"], hw=MACHINES, memory=memory, out=tmp_path / "o"
+            trace,
+            ["greedy"],
+            hw=MACHINES,
+            gpu_memory=[1 << 20, 1 << 30],
+            out=tmp_path / "o",
         )
     assert not (tmp_path / "o").exists()
 
@@ -166,24 +175,21 @@ def test_machines_of_one_name_are_told_apart_by_their_place(trace, tmp_path):
 
 def test_no_memory_is_lost_because_it_is_called_like_another(trace):
     """8 and 8.01 GiB are two settings, and so are three slots of a layer and of all."""
-    sizes = [
-        moesim.MemoryOptions(gpu_memory_bytes=round(gib * (1 << 30)))
-        for gib in (8, 8.01)
-    ]
-    found = moesim.compare(trace, ["greedy"], memory=sizes, steps=1)
+    sizes = ["8GiB", "8.01GiB"]
+    found = moesim.compare(trace, ["greedy"], gpu_memory=sizes, steps=1)
     assert [key[0] for key in found.runs] == ["8.0 GiB", "8.01 GiB"]
-    scopes = [MEMORIES[1], dataclasses.replace(MEMORIES[1], cache_scope="global")]
-    found = moesim.compare(trace, ["greedy"], memory=scopes, steps=1)
+    scopes = {"slots_per_layer": 3, "cache_scope": ["layer", "global"]}
+    found = moesim.compare(trace, ["greedy"], steps=1, **scopes)
     assert len(found.table) == 2
 
 
 @pytest.mark.parametrize(
     ("what", "given"),
-    [("policies", {}), ("hw", {"hw": []}), ("memory", {"memory": []})],
+    [("policy", {}), ("hw", {"hw": []}), ("gpu_memory", {"gpu_memory": []})],
 )
 def test_nothing_to_compare_is_said(trace, what, given):
     with pytest.raises(PolicyError, match=f"{what}: expected at least one"):
-        moesim.compare(trace, [] if what == "policies" else ["greedy"], **given)
+        moesim.compare(trace, [] if what == "policy" else ["greedy"], **given)
 
 
 @pytest.mark.parametrize(("option", "value", "part"), [

@@ -27,7 +27,7 @@ from moesim.questions.gap import (
     shapley,
 )
 from moesim.runs import replay as api
-from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.config import RunConfig
 from moesim.runs.setup import Setup
 from moesim.sim.replay import Replay
 from moesim.traces.format.future import RecordedFuture
@@ -229,7 +229,7 @@ def test_the_policy_itself_is_timed_as_replay_times_it(trace):
         "cache": "lru",
         "hw": "rtx3090-epyc7532",
         "batch": 2,
-        "memory": MemoryOptions(slots_per_layer=3),
+        "slots_per_layer": 3,
     }
     result = gap(trace, "greedy", **given)
     assert result.policy_s == api.replay(trace, "greedy", **given).metrics["makespan_s"]

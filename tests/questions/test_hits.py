@@ -16,9 +16,7 @@ def test_every_cell_is_a_replay_of_its_own(trace):
     rates = moesim.hit_rates(trace, ["lru", "lfu"], [0.25, 0.5])
     for name in rates.columns:
         for ratio in rates.index:
-            alone = moesim.replay_cache(
-                trace, name, memory=moesim.MemoryOptions(cache_ratio=ratio)
-            )
+            alone = moesim.replay_cache(trace, name, cache_ratio=ratio)
             assert rates.loc[ratio, name] == alone["hit_rate_active"]
 
 

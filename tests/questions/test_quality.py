@@ -435,8 +435,6 @@ def test_answers_do_not_depend_on_the_machine():
     ({"policy": "on-demand", "routing": "as-recorded:alpha=0.1"},
      "unknown parameter 'alpha'"),
     ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
-    ({"cache_ratio": [0.1, 0.2], "memory": MemoryOptions(slots_per_layer=3)},
-     "cache_ratio: expected it once"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_by_name(given, words):
     with pytest.raises((PolicyError, TypeError), match=words):

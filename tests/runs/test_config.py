@@ -230,8 +230,6 @@ def test_other_commands_take_the_file_too(command, trace, tmp_path):
 def test_an_argument_that_does_not_exist_is_named(trace):
     with pytest.raises(TypeError, match=r"unknown option 'cach'.*mean 'cache'"):
         moesim.replay(trace, cach="lru")
-    with pytest.raises(TypeError, match="slots_per_layer: expected it once"):
-        moesim.replay(trace, memory=moesim.MemoryOptions(), slots_per_layer=3)
 
 
 def test_numbers_of_numpy_are_numbers(trace, tmp_path):

@@ -135,9 +135,11 @@ def test_copies_back_that_nobody_awaits_are_found(trace, store, monkeypatch):
 def test_plans_repeat_and_spans_are_in_order(trace, store, artefacts, schedules):
     for seed in schedules.seeds(every=3):
         policy, memory = options(seed)
-        options_ = {"memory": memory, "artefacts": artefacts}
-        run = Schedule(seed).run(trace, policy, store=store, **options_)
-        config = RunConfig.of(policy=policy, **options_)
+        given = {"artefacts": artefacts, **memory.options()}
+        run = Schedule(seed).run(
+            trace, policy, store=store, memory=memory, artefacts=artefacts
+        )
+        config = RunConfig.of(policy=policy, **given)
         shape = shape_for(trace.shape, None)
         future = RecordedFuture.of(trace)
         planner = Setup(config, shape, PROFILE, config.system, future=future).planner()

@@ -132,16 +132,14 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.real_machine import host_profile
 from moesim.runs import machine, measured
-from moesim.runs.config import MemoryOptions
 machine.this_machine = lambda: ("host", 2)
 folder = Path(sys.argv[2])
-memory = MemoryOptions(slots_per_layer=2, host_memory_bytes=5 * 8192)
 def tell(info):
     if info.step == 3:
         print("running", flush=True)
 try:
     measured.run_trace(folder / "long.parquet", "greedy", store=folder / "store", dtype="float32", hw=host_profile(),
-                   memory=memory, out=folder / "out", progress=tell)
+                   slots_per_layer=2, host_memory_bytes=5 * 8192, out=folder / "out", progress=tell)
 except KeyboardInterrupt:
     sys.exit(130)
 """

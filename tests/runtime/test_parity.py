@@ -19,7 +19,6 @@ from support.small_trace import write_trace
 
 from moesim.engine.observers import observed_policy, repeat
 from moesim.runs import replay as api
-from moesim.runs.config import MemoryOptions
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
@@ -46,8 +45,8 @@ def simulated_like(trace, assignment, cache, batch, artefacts=None, **memory):
         prefetch="none",
         hw=host_profile(),
         batch=batch,
-        memory=MemoryOptions(**memory),
         artefacts=artefacts,
+        **memory,
     )
 
 
@@ -93,9 +92,7 @@ def fresh_planner(
     from moesim.runs.setup import Setup
     from moesim.runtime.executor.trace_driven import shape_for
 
-    config = RunConfig.of(
-        policy=combination, memory=MemoryOptions(**memory), artefacts=artefacts
-    )
+    config = RunConfig.of(policy=combination, artefacts=artefacts, **memory)
     setup = Setup(
         config,
         shape_for(trace.shape, None),

@@ -8,7 +8,6 @@ from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import PolicyError
 from moesim.runs import replay as api
-from moesim.runs.config import MemoryOptions
 
 
 def machine(**numbers):
@@ -40,9 +39,8 @@ def test_the_same_machine_with_two_memories_copies():
     "memory", [{"cache_ratio": 0.5}, {"slots_per_layer": 2}, {"host_memory_bytes": 1}]
 )
 def test_sizes_of_memories_that_are_not_there_are_refused(memory):
-    options = MemoryOptions(**memory)
     with pytest.raises(PolicyError, match=r"one-memory has one memory .*; drop it"):
-        api.replay("tiny", "greedy", hw=machine(), memory=options, steps=1)
+        api.replay("tiny", "greedy", hw=machine(), steps=1, **memory)
 
 
 def test_a_model_that_does_not_fit_is_refused():

@@ -12,12 +12,14 @@ from support.drawn_threads import DrawnThreads
 from support.real_machine import LAUNCHED, host_profile
 
 from moesim.runs import machine, measured
+from moesim.runs.config import MemoryOptions
 from moesim.runtime.executor import device as stream_device
 from moesim.runtime.executor import lanes
 from moesim.runtime.executor.device import StreamDevice
 from moesim.runtime.models.dense import DenseStack
 
 PROFILE = host_profile(LAUNCHED, accelerator="cuda", cores=8)
+NO_SIZES = MemoryOptions()
 
 
 class _OnCpu(torch.Generator):
@@ -65,8 +67,9 @@ class Schedule:
             finally:
                 self.threads.end()
 
-    def run(self, trace, policy, **options):
+    def run(self, trace, policy, *, memory=NO_SIZES, **options):
         """A measured run of a trace."""
+        options |= memory.options()
         with self.drawn():
             run = measured.run_trace(
                 trace, policy, dtype="float32", hw=PROFILE, **options
@@ -127,9 +130,10 @@ def noting(outcomes):
     return head
 
 
-def expected(trace, policy, **options):
+def expected(trace, policy, *, memory=NO_SIZES, **options):
     """Hidden states of the same run on the host accelerator."""
     outcomes = []
+    options |= memory.options()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DenseStack, "head", noting(outcomes))
         measured.run_trace(trace, policy, dtype="float32", hw=host_profile(), **options)

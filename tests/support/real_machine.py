@@ -100,8 +100,8 @@ def host_profile(workers=None, accelerator="host", **numbers):
 
 def real_run(trace, policy, store, hw=None, *, memory=None, **options):
     """Run a trace for real, in float32; `memory` as `MemoryOptions` takes it."""
-    sizes = MemoryOptions(**memory) if isinstance(memory, dict) else memory
-    settings = {"store": store, "dtype": "float32", "memory": sizes, **options}
+    sizes = memory.options() if isinstance(memory, MemoryOptions) else memory or {}
+    settings = {"store": store, "dtype": "float32", **sizes, **options}
     return run_trace(trace, policy, hw=hw or host_profile(), **settings)
 
 

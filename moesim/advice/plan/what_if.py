@@ -364,11 +364,9 @@ def routing_known(model: ModelContents) -> str:
 
 def replayed_hits(trace: Path, ratio: float) -> float:
     """Replay routing through the cache, and count its hits."""
-    from moesim.runs.config import MemoryOptions  # noqa: PLC0415 # replays load much
-    from moesim.runs.replay import replay_cache  # noqa: PLC0415
+    from moesim.runs.replay import replay_cache  # noqa: PLC0415 # replays load much
 
-    memory = MemoryOptions(cache_ratio=ratio, cache_scope="layer")
-    counts = replay_cache(trace, CACHE_POLICY, memory=memory)
+    counts = replay_cache(trace, CACHE_POLICY, cache_ratio=ratio, cache_scope="layer")
     return min(1 - 1e-6, max(1e-6, float(counts["hit_rate_active"])))
 
 

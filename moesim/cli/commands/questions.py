@@ -1,6 +1,6 @@
 """`moesim compare`, `hits`, `gap`, `sensitivity` and `quality`: questions about policies."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,10 @@ class CompareOptions(TableOptions):
         "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
     )
 
-    def configs(self, config: RunConfig) -> list[RunConfig]:
-        """A configuration for each machine and each size of the GPU cache."""
-        sizes = [(name, size) for name in CACHE_SIZES for size in getattr(self, name)]
-        memories = [replace(config.memory, **{name: size}) for name, size in sizes]
-        return [
-            RunConfig.of(config, hw=hw, memory=memory)
-            for hw in self.hw or (None,)
-            for memory in memories or [config.memory]
-        ]
+    def places(self) -> dict[str, list[Any]]:
+        """Machines and sizes of the GPU cache, where some are stated."""
+        stated = {name: getattr(self, name) for name in ("hw", *CACHE_SIZES)}
+        return {name: list(values) for name, values in stated.items() if values}
 
 
 @from_dataclass(without=["arrivals", "slo"])
@@ -75,18 +70,14 @@ def compare(config: RunConfig, options: CompareOptions) -> None:
     """
     from moesim.questions.compare import compare as compare_runs
     from moesim.runs.setup import opened
+    from moesim.runs.sweeps.sweep import configs_of
     from moesim.traces.timeline.perfetto import write_perfetto
 
     config, _ = opened(config)
-    configs = options.configs(config)
+    places = options.places()
+    configs = configs_of(config, places)
     names, left_out = _expand(options.policy, configs)
     is_single = len(configs) == 1
-    several: dict[str, Any] = {}
-    if is_single:
-        (config,) = configs
-    else:
-        several["hw"] = list(dict.fromkeys(each.hw for each in configs))
-        several["memory"] = list(dict.fromkeys(each.memory for each in configs))
     with output.bar("replaying", 1.0) as show:
         compared = compare_runs(
             config,
@@ -96,7 +87,7 @@ def compare(config: RunConfig, options: CompareOptions) -> None:
             # Pages of one setting draw timelines; those of many would fill memory.
             keep=is_single or options.perfetto is not None,
             progress=show,
-            **several,
+            **places,
         )
     if options.perfetto is not None:
         timelines = {

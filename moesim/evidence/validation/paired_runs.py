@@ -169,7 +169,10 @@ def _setup(
     trial: Trial, shape: ModelShape, profile: HardwareProfile, seed: int
 ) -> Setup:
     config = RunConfig.of(
-        policy=trial.policy, memory=trial.memory, host_cache=HOST_CACHE, seed=seed
+        policy=trial.policy,
+        host_cache=HOST_CACHE,
+        seed=seed,
+        **trial.memory.options(),
     )
     setup = Setup(config, shape, profile, compose(trial.policy))
     for policy in setup.policies().all():

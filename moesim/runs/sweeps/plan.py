@@ -24,7 +24,7 @@ from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split_policies
 from moesim.policies.registry import KINDS, find, name_in, registered
 from moesim.policies.systems import SYSTEMS
-from moesim.runs.config import CHOICES, MemoryOptions, RunConfig, in_order
+from moesim.runs.config import CHOICES, RunConfig, in_order
 from moesim.runs.config_file import config_of, load_config, read_config, read_content
 from moesim.runs.setup import artefact_files, check_digests, profile_of, trace_of
 from moesim.traces.format.reader import Trace, open_trace
@@ -49,7 +49,7 @@ def combined(base: RunConfig, values: Mapping[str, Sequence[Any]]) -> list[RunCo
 
     Args:
         base: what all of them share.
-        values: by field; those of ``memory`` are `MemoryOptions`.
+        values: by field.
 
     Raises:
         TypeError, ConfigError: an unknown field, or a value that does not fit.
@@ -74,7 +74,7 @@ def split_options(
     axes: dict[str, Sequence[Any]] = {}
     for name, value in options.items():
         # Arrays and ranges are lists as well; texts and paths are not.
-        is_one = not is_list(value) or isinstance(value, Path | Trace | MemoryOptions)
+        is_one = not is_list(value) or isinstance(value, Path | Trace)
         values = [value] if is_one else list(value)
         if name == "policy":
             values = _policies(values)

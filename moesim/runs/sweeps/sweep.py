@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from moesim.policies.base import PolicyError
     from moesim.policies.faults import PolicyFault
-    from moesim.runs.config import MemoryOptions
     from moesim.runs.sweeps.plan import Plan
     from moesim.traces.format.reader import Trace
 
@@ -73,7 +72,6 @@ def sweep(
     trace: RunConfig | str | Path | Trace | Sequence[Any] | None = None,
     policies: str | Sequence[str] | None = None,
     *,
-    memory: MemoryOptions | Sequence[MemoryOptions] | None = None,
     results: str | Path | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
@@ -95,7 +93,6 @@ def sweep(
             which lists are axes; or a list of traces or of configurations.
         policies: systems or assignment policies, in a list or separated by commas;
             ``greedy+lru+residual`` names cache and prefetch as well.
-        memory: sizes of memories in one object, or a list of such.
         results: folder of results. Runs that are there are not run again, others are
             added; see `results`.
         jobs: replays at the same time; None takes as many as pay.
@@ -115,8 +112,6 @@ def sweep(
     """
     if policies is not None:
         options["policy"] = policies
-    if memory is not None:
-        options["memory"] = memory
     configs = configs_of(trace, options)
     swept = run_sweep(
         planned(configs), results=results, jobs=jobs, cluster=cluster, progress=progress
