@@ -146,16 +146,37 @@ def _says(policy: str, *parts: str) -> bool:
 
 def traits_of(policy: str) -> EngineTraits:
     """Read the traits out of a policy's name, as tables of measurements write it."""
-
-    def has(*parts: str) -> bool:
-        return _says(policy, *parts)
-
-    oracle = has("oracle", "read-ahead", "min set", "scheduled")
     return EngineTraits(
-        fetch=oracle or has("deployed", "+ fetch", "+fetch", "fetch table"),
-        split=has("split", "memcpy", "copy-engine adm", "zero-copy adm", "hot set"),
-        ahead=has("prefetch", "read-ahead", "hit-optimal", "scheduled"),
+        split=_says(
+            policy, "split", "memcpy", "copy-engine adm", "zero-copy adm", "hot set"
+        ),
+        ahead=_says(policy, "prefetch", "read-ahead", "hit-optimal", "scheduled"),
     )
+
+
+def fetches(policy: str) -> bool:
+    """Tell whether a policy shares misses between CPU and link."""
+    oracle = _says(policy, "oracle", "read-ahead", "min set", "scheduled")
+    return oracle or _says(policy, "deployed", "+ fetch", "+fetch", "fetch table")
+
+
+def with_fetches(
+    steps: Mapping[tuple[int, int], float], table: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """Copy some misses of each layer step instead of computing them.
+
+    Args:
+        steps: (CPU misses, 0) -> layer steps per token.
+        table: of n misses in one step, entry n is copied.
+    """
+    shared: dict[tuple[int, int], float] = defaultdict(float)
+    for (misses, _), count in steps.items():
+        # Usual tables send about half of several misses over the link.
+        copies = (misses + 1) // 2 if misses > 1 else 0
+        if misses < len(table):
+            copies = min(misses, table[misses])
+        shared[misses - copies, copies] += count
+    return dict(shared)
 
 
 def cache_runs(
@@ -229,7 +250,9 @@ def _cache_run(
     if rate is None:
         raise AdviceError("no hit rate")
 
-    steps = steps_from_hits(model, rate, traits, _fetch_table(row, model))
+    steps = steps_from_hits(model, rate)
+    if fetches(policy):
+        steps = with_fetches(steps, _fetch_table(row, model))
     admissions = _admissions(row, model, rate, _interpolated(hits, row), traits)
     return EngineRun(
         row=row,
@@ -295,9 +318,9 @@ def _admissions(
         return max(stated, ahead)
     if one_read:
         return ahead
-    if _says(policy, "lru", "hit-optimal") and not traits.fetch:
+    if _says(policy, "lru", "hit-optimal") and not fetches(policy):
         return (1 - hit_rate) * asked
-    return ahead + (FETCH_ADMISSIONS if traits.fetch else USUAL_ADMISSIONS)
+    return ahead + (FETCH_ADMISSIONS if fetches(policy) else USUAL_ADMISSIONS)
 
 
 def host_rates(machine: Machine) -> HostRates:

@@ -50,7 +50,6 @@ def advise(
     job: Job | None = None,
     trace: str | os.PathLike[str] | None = None,
     replay_cache: bool = False,
-    count: int = SHOWN,
 ) -> Advice:
     """Say which settings are fastest for a model on a machine, how fast and how sure.
 
@@ -69,14 +68,11 @@ def advise(
         trace: routing of this model, for the bound of any schedule and for an expert
             cache.
         replay_cache: also replay an expert cache; takes some seconds.
-        count: settings to return.
 
     Raises:
         AdviceError: bad input, in one line; also where nothing fits.
         TraceError, ProfileError: a broken trace or profile.
     """
-    if count < 1:
-        raise AdviceError(f"count: expected a whole number >= 1, got {count}")
     # Notebooks read a file once and ask about it many times.
     if isinstance(model, ModelContents):
         contents = model
@@ -99,7 +95,7 @@ def advise(
         raise _nothing_fits(contents, machine, wanted)
     machine = forecast.machine
     safe = [each for each in fitting if each.bill.safe] or fitting
-    prospects = forecast.ranked(advisable(fitting), count)
+    prospects = forecast.ranked(advisable(fitting), SHOWN)
     best = prospects[0]
     bound = placement_bound(
         machine, contents, best.candidate.setting, wanted.mean_depth

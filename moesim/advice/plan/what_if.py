@@ -303,7 +303,7 @@ def cached_speed(
 
     def seconds(rates: Mapping[str, float]) -> float:
         missed = 1 / (1 + rates[ODDS]) if ratio < 1 else 0.0
-        steps = steps_from_hits(model, 1 - missed, traits)
+        steps = steps_from_hits(model, 1 - missed)
         work = engine_work(model, steps, ADMITTED_SHARE * missed * asked, traits)
         return engine_seconds(work, machine, host, rates) * rates[misfit]
 

@@ -27,7 +27,7 @@ from moesim.advice.times.step_times import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
@@ -84,13 +84,11 @@ class EngineTraits:
     """What the name of a policy says about how an engine works.
 
     Attributes:
-        fetch: misses are shared between CPU and link.
         split: the graph is cut at every layer that may miss (no waiting helpers).
         ahead: copies start before their layer.
         merge: a layer with misses runs two chains, gathers and merges them.
     """
 
-    fetch: bool = False
     split: bool = False
     ahead: bool = False
     merge: bool = False
@@ -153,33 +151,18 @@ def engine_work(
 
 
 def steps_from_hits(
-    model: ModelContents,
-    hit_rate: float,
-    traits: EngineTraits,
-    fetch_table: Sequence[int] = (),
+    model: ModelContents, hit_rate: float
 ) -> dict[tuple[int, int], float]:
-    """Spread misses over layer steps.
+    """Spread misses over layer steps, all of them computed on the CPU.
 
     Args:
         model: for its layers and experts per token.
         hit_rate: hits over experts asked for.
-        traits: with `fetch`, misses of one step are shared between CPU and link.
-        fetch_table: of n misses in one step, entry n is copied instead of computed.
     """
     layer = model.layers[model.moe_layers[0]]
     chances = miss_chances(layer.top_k, 1 - hit_rate)
-    steps: dict[tuple[int, int], float] = {}
-
-    for misses, chance in enumerate(chances):
-        copies = 0
-        if traits.fetch and misses < len(fetch_table):
-            copies = min(misses, fetch_table[misses])
-        elif traits.fetch and misses > 1:
-            # Usual tables send about half of several misses over the link.
-            copies = (misses + 1) // 2
-        key = (misses - copies, copies)
-        steps[key] = steps.get(key, 0.0) + chance * len(model.moe_layers)
-    return steps
+    layers = len(model.moe_layers)
+    return {(misses, 0): chance * layers for misses, chance in enumerate(chances)}
 
 
 def miss_chances(top_k: int, miss_rate: float) -> list[float]:

@@ -13,7 +13,6 @@ predicts; `docs/measurements/machines.md` says which were compared with which.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,8 @@ from moesim.advice.times.step_times import CORE_BYTES_PER_S
 from moesim.advice.times.work import TEXT_SKEW
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from moesim.advice.machine import Machine
 
 # Server cores run at about two thirds of a desktop's clock, so hand-offs take longer.
@@ -135,7 +136,7 @@ def shipped_population() -> Population:
     return Population(**{**rows, **pairs})
 
 
-class PriorTable(Mapping[str, Prior]):
+class PriorTable(dict[str, Prior]):
     """Priors of one machine, and of misfits that rows bring with them.
 
     ``misfit:model:NAME`` and ``misfit:session:NAME`` multiply all times of one model
@@ -155,28 +156,18 @@ class PriorTable(Mapping[str, Prior]):
     def __init__(
         self, priors: Mapping[str, Prior], population: Population | None = None
     ) -> None:
-        self.priors = dict(priors)
+        super().__init__(priors)
         self.population = population
 
-    def __getitem__(self, name: str) -> Prior:
-        """Return the prior of a latent; misfits exist for every name."""
-        if name in self.priors:
-            return self.priors[name]
+    def __missing__(self, name: str) -> Prior:
+        """Return the prior of a misfit, which exists for every name."""
         prior = self.MISFITS.get(kind_of(name))
         if prior is None:
             raise KeyError(name)
         if self.population is not None:
             prior = self.population.applied(name, prior)
-        self.priors[name] = prior
+        self[name] = prior
         return prior
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over names, misfits aside."""
-        return iter(self.priors)
-
-    def __len__(self) -> int:
-        """Count latents, misfits aside."""
-        return len(self.priors)
 
 
 def priors_of(
