@@ -141,7 +141,7 @@ def stats_figures(summary: TraceSummary) -> dict[str, Figure]:
             _values({"": reuse[:-1] / max(1, reuse.sum())} if reuse.any() else {}),
             Axis(
                 "at",
-                "other experts of the layer used since",
+                "slots per layer that LRU needs, less one",
                 integer=True,
                 limits=(-0.5, len(reuse) - 1.5),
             ),
@@ -155,13 +155,6 @@ def stats_figures(summary: TraceSummary) -> dict[str, Figure]:
             Axis("value", "distinct experts of a layer", zero=True),
             "Distinct experts over the length of a window; dashed: all of a layer",
             rules=[("y", experts, "all of a layer")],
-        ),
-        "consistency": Figure(
-            _values({f"{n} tokens": each for n, each in facts["consistency"].items()}),
-            LAYER,
-            replace(share, words="choices served", limits=(0, 1)),
-            "Choices served by a segment's most used experts, by layer",
-            series="of",
         ),
         "similarity": _by_layer(
             facts["similarity_by_layer"],

@@ -43,7 +43,7 @@ def drawn():
 NAMES = (
     "policies", "times", "memory", "hits", "parts", "step", "placement",
     "decode", "prefill", "curves", "load", "entropy", "overlap", "reuse", "working_set",
-    "consistency", "similarity", "information",
+    "similarity", "information",
 )  # fmt: skip
 
 

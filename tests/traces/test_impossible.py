@@ -339,32 +339,6 @@ def test_residual_vectors(tmp_path, vectors):
     refused(subjects._read_residual, path)
 
 
-STATISTICS = {
-    "popularity that is no number": ("popularity", lambda a: a * NAN),
-    "popularity of seven experts": ("popularity", lambda a: a[:, :7]),
-    "popularity of two layers": ("popularity", lambda a: a[:2]),
-    "reuse that is infinite": ("reuse", lambda a: a + INFINITE),
-    "topics of two layers": ("topics", lambda a: a[:, :2]),
-    "kinds of two layers": ("kinds", lambda a: a[:, :2]),
-    "a kind that there is not": ("course", lambda a: a + 100),
-    "a sequence that begins before the file": ("first", lambda a: a - 1),
-    "a sequence that ends before it begins": ("first", lambda a: a[::-1].copy()),
-    "negative lengths": ("lengths", lambda a: -a),
-    "no lengths": ("lengths", lambda a: a[:0]),
-    "character that is no number": ("character", lambda a: a * NAN),
-}
-
-
-@pytest.mark.parametrize(("name", "change"), STATISTICS.values(), ids=STATISTICS)
-def test_saved_statistics(tmp_path, name, change):
-    path = subjects._statistics(tmp_path, 0)
-    with np.load(path) as saved:
-        arrays = dict(saved)
-    arrays[name] = change(arrays[name])
-    np.savez(path, **arrays)
-    refused(subjects._read_statistics, path)
-
-
 STORES = cases(
     ("experts", [[], [0], [-4], [5]]),
     ("distinct", [-1, 3, 10**9]),

@@ -1,4 +1,4 @@
-"""Similarity, mutual information, segments and predictors, by hand."""
+"""Similarity, mutual information and predictors, by hand."""
 
 import numpy as np
 import pytest
@@ -52,9 +52,6 @@ def test_bias_is_what_independent_layers_seem_to_share():
 def test_figures_of_a_short_sequence(tmp_path):
     """Prompt uses 0 and 1 of layer 0 equally, the answer 0 only: cosine 1/√2; layer 1
     is alike.
-
-    Of the answer's four tokens in layer 0 all go to expert 0, in layer 1 to 2, 2, 3, 4:
-    the best expert serves half.
     """
     answer = [[[0], [2]], [[0], [2]], [[0], [3]], [[0], [4]]]
     trace = hand_trace(
@@ -67,29 +64,7 @@ def test_figures_of_a_short_sequence(tmp_path):
     assert figures["similarity_by_layer"] == pytest.approx(
         [1 / np.sqrt(2), 2 / np.sqrt(6)]
     )
-    assert figures["consistency"]["4"] == [1.0, 0.5]
-    assert figures["consistency"]["16"] is None
     assert figures["information_bits"] == [0.0]
-
-
-def test_segments_agree_with_a_count_by_sorting(make_trace):
-    trace = open_trace(make_trace(sequences=((0, 50), (3, 33))))
-    fold = SimilarityAggregator(trace.shape)
-    served = np.zeros(3)
-    chosen = 0
-    for rows in trace.sequences():
-        fold.add(rows)
-        decode = rows.experts[rows.phase == Phase.DECODE].reshape(-1, 3, 2)
-        for start in range(0, len(decode) - 15, 16):
-            chosen += 16 * 2
-            for layer in range(3):
-                counts = np.bincount(
-                    decode[start : start + 16, layer].reshape(-1), minlength=8
-                )
-                served[layer] += np.sort(counts)[-2:].sum()
-    assert fold.figures()["consistency"]["16"] == pytest.approx(
-        (served / chosen).tolist()
-    )
 
 
 def test_long_sequences_are_counted_in_parts(make_trace, monkeypatch):

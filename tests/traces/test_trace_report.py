@@ -76,7 +76,7 @@ def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
         make_trace("<b>.parquet", sequences=((6, 300),), columns=("pred1_raw",))
     )
     text = moesim.answer(trace).write(tmp_path / "p.html").read_text()
-    assert text.count('class="chart wide"') == 10
+    assert text.count('class="chart wide"') == 9
     for label in re.findall('aria-label="(.*)"', text):
         assert label.count("dashed") <= 1
     assert "<b>.parquet" not in text

@@ -362,41 +362,25 @@ def test_popular_experts_come_first(source, tmp_path):
         assert uses[layer][wide].min() >= uses[layer][~wide].max()
 
 
-def write_table(path, column, values):
-    lines = [f"layer,expert,{column}"]
-    lines += [
-        f"{layer},{expert},{value}"
-        for layer, row in enumerate(values)
-        for expert, value in enumerate(row)
-    ]
-    path.write_text("\n".join(lines))
-    return path
-
-
-def test_widths_and_scores_from_tables(source, tmp_path):
+def test_widths_from_a_table(source, tmp_path):
     wanted = np.random.default_rng(0).choice(
         [2.0, 4.5, 8.0], (SHAPE.layers, SHAPE.experts)
     )
-    table = write_table(tmp_path / "bits.csv", "bits", wanted)
+    rows = [
+        f"{layer},{expert},{bits}" for (layer, expert), bits in np.ndenumerate(wanted)
+    ]
+    table = tmp_path / "bits.csv"
+    table.write_text("\n".join(["layer,expert,bits", *reversed(rows)]))
     widened = set_widths(source, tmp_path / "w.parquet", table=table)
     np.testing.assert_array_equal(widened.bits, wanted)
 
-    scores = np.random.default_rng(1).random(wanted.shape)
-    by = write_table(tmp_path / "scores.csv", "score", scores)
-    widened = set_widths(source, tmp_path / "s.parquet", bits=[8, 4], by=str(by))
-    for layer in range(SHAPE.layers):
-        most = np.argsort(-scores[layer])[: SHAPE.experts // 2]
-        assert set(np.flatnonzero(widened.bits[layer] == 8)) == set(most)
-
 
 @pytest.mark.parametrize(("rows", "message"), [
-    ("layer,expert\n0,0\n", "expected the columns layer,expert,bits"),
-    ("layer,expert,bits\n0,0,4\n", "found none for layer 0, expert 1"),
-    ("layer,expert,bits\n0,99,4\n", "line 2: expected layers below 3"),
-    ("layer,expert,bits\n0,0,4\n0,0,4\n", "line 3: expected each expert once, found 0,0,4"),
-    ("layer,expert,bits\n0,0,four\n", "line 2: expected three numbers"),
-    ("layer,expert,bits\n0,0\n", "line 2: expected three numbers"),
-    ("layer,expert,bits\n0,0,nan\n", "line 2: expected three numbers"),
+    ("layer,expert\n0,0\n", "numbers in the columns layer,expert,bits"),
+    ("layer,expert,bits\n0,0,4\n", "each of 3 x 8 experts once; layer and expert 0,1 is"),
+    ("layer,expert,bits\n0,99,4\n", "expected each of 3 x 8 experts once"),
+    ("layer,expert,bits\n0,0,4\n0,0,4\n", "layer and expert 0,0 is missing, unknown or"),
+    ("layer,expert,bits\n0,0,four\n", "expected numbers in the columns"),
 ])  # fmt: skip
 def test_a_damaged_table_is_refused(source, tmp_path, rows, message):
     table = tmp_path / "bits.csv"
@@ -411,6 +395,7 @@ def test_a_damaged_table_is_refused(source, tmp_path, rows, message):
     ({"bits": [8, 4], "shares": [1.0]}, "one share for each of 2 widths, got 1"),
     ({"bits": [8, 4], "shares": [0.5, 0.4]}, "shares that add up to 1, got 0.5,0.4"),
     ({"bits": [8, 0]}, "expected 0 < bits <= 64"),
+    ({"bits": [8, 4], "by": "luck"}, "expected random or popularity, got 'luck'"),
 ])  # fmt: skip
 def test_widths_that_make_no_sense_are_refused(source, tmp_path, options, message):
     with pytest.raises(TraceError, match=message):

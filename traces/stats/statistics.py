@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.traces.format.schema import Phase
-from moesim.traces.stats.hit_rate_curves import before, rows_of_marks
-from moesim.traces.stats.loops import later_used
+from moesim.traces.stats.hit_rate_curves import before
 
 if TYPE_CHECKING:
     from moesim.traces.format.batch import LayerSteps
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
 
-# Shares of a layer's experts in a cache whose hit rates are told.
-CACHE_RATIOS = (0.125, 0.25, 0.5, 0.75)
 WINDOW_STEPS = 32
 # Windows of 1, 2, 4, … 1024 steps.
 _WINDOWS = 11
@@ -109,9 +106,6 @@ class LayerAggregator:
         self._pairs = np.zeros(layers, np.int64)
         # First uses in aligned windows of 2 ** w decode steps, [L, W].
         self._first_uses = np.zeros((layers, _WINDOWS), np.int64)
-        # Accesses by the experts of the layer used since, [P, L, E + 1]; E: first uses.
-        self._distances = np.zeros((len(Phase), layers, shape.experts + 1), np.int64)
-        self._uses = rows_of_marks(layers, shape.experts)
 
     def add(self, block: LayerSteps) -> None:
         """Take a block of whole forward passes."""
@@ -127,14 +121,10 @@ class LayerAggregator:
         chosen = block.phase == Phase.DECODE
         if chosen.any():
             accesses = np.repeat(chosen, sizes)
-            layer = block.layer[chosen]
-            experts = block.experts[accesses]
             sizes = sizes[chosen]
-            key = np.repeat(layer, sizes) * self._experts + experts
+            key = np.repeat(block.layer[chosen], sizes) * self._experts
+            key += block.experts[accesses]
             self._add_decode(block.batch[chosen], sizes, key, block.tokens[accesses])
-            edges = np.cumsum(np.insert(sizes, 0, 0))
-            steps = (block.phase[chosen], layer, edges, experts)
-            later_used(*steps, *self._uses, self._distances)
         self.steps += np.bincount(block.phase[block.layer == 0], minlength=len(Phase))
 
     def _add_decode(
@@ -205,25 +195,9 @@ class LayerAggregator:
                 name: values.tolist() if isinstance(values, np.ndarray) else None
                 for name, values in by_layer.items()
             },
-            "lru": self._lru_hit_rates(),
-            "reuse": self._distances[Phase.DECODE].sum(axis=0).tolist(),
             "working_set_by_window": {
                 str(size): float(sets.mean()) for size, sets in windows.items()
             },
-        }
-
-    def _lru_hit_rates(self) -> dict[float, list[float] | None]:
-        """Cache ratio -> hit rate of each layer, [L]; None without decode."""
-        if not self.steps[Phase.DECODE]:
-            return dict.fromkeys(CACHE_RATIOS)
-
-        # An LRU cache of C slots hits what fewer than C others were used since.
-        hits = np.cumsum(self._distances[Phase.DECODE], axis=1)
-        rates = hits / np.maximum(hits[:, -1:], 1)
-        slots = {ratio: round(ratio * self._experts) for ratio in CACHE_RATIOS}
-        return {
-            ratio: (rates[:, count - 1] if count else 0 * rates[:, 0]).tolist()
-            for ratio, count in slots.items()
         }
 
     def _working_sets(self) -> dict[int, np.ndarray]:
@@ -243,15 +217,13 @@ class LayerAggregator:
 
 
 # -- similarity ------------------------------------------------------------------------
-# How similar are prompt and answer, one layer and the next, one token and the tokens
-# around it?
+# How similar are prompt and answer, one layer and the next?
 #
 # Everything here is about single sequences, so a batch changes nothing. L layers, E
 # experts, K per token.
 
 
-SEGMENTS_TOKENS = (4, 16, 64, 256)
-# Counted at a time; whole segments of each length.
+# Counted at a time.
 _PART_TOKENS = 4096
 
 
@@ -307,21 +279,6 @@ def joint_counts(routing: np.ndarray, experts: int, gap: int = 1) -> np.ndarray:
     return joint.reshape(-1, experts, experts)
 
 
-def served_by_best(routing: np.ndarray, experts: int, length: int) -> np.ndarray:
-    """Cut `routing` [T, L, K] into whole segments of so many tokens, and count the
-    choices that the K experts most used in each of them serve: int64 [L].
-    """
-    tokens, layers, top_k = routing.shape
-    segment = np.arange(tokens // length * length)[:, None] // length
-    served = np.zeros(layers, np.int64)
-    for layer in range(layers if len(segment) else 0):
-        key = segment * experts + routing[: len(segment), layer]
-        uses = np.bincount(key.reshape(-1), minlength=tokens // length * experts)
-        least = np.partition(uses.reshape(-1, experts), experts - top_k, axis=1)
-        served[layer] = least[:, experts - top_k :].sum()
-    return served
-
-
 class SimilarityAggregator:
     """Takes sequences one by one; memory is that of the tables, chiefly int64 [L - 1,
     E, E].
@@ -337,9 +294,6 @@ class SimilarityAggregator:
         # Parts whose pairs are not counted yet: a table of pairs is large, and
         # sequences may be short.
         self._waiting: list[np.ndarray] = []
-        # By length of segments: choices that their best experts serve, and all.
-        self._served = np.zeros((len(SEGMENTS_TOKENS), layers), np.int64)
-        self._choices = np.zeros(len(SEGMENTS_TOKENS), np.int64)
 
         # Sequences that have both a prompt and an answer, and their cosines' sums.
         self._compared = 0
@@ -347,12 +301,9 @@ class SimilarityAggregator:
 
     def add(self, rows: SequenceRows) -> None:
         """Take one sequence."""
-        layers = self.shape.layers
-        experts = self.shape.experts
-        top_k = self.shape.top_k
         prompt = int(np.count_nonzero(rows.phase == Phase.PREFILL))
 
-        decode = rows.experts[prompt:].reshape(-1, layers, top_k)
+        decode = rows.experts[prompt:].reshape(-1, self.shape.layers, self.shape.top_k)
         if not len(decode):
             return
 
@@ -361,9 +312,6 @@ class SimilarityAggregator:
             self._waiting.append(part)
             if sum(map(len, self._waiting)) >= _PART_TOKENS:
                 self._count_pairs()
-            for n, length in enumerate(SEGMENTS_TOKENS):
-                self._served[n] += served_by_best(part, experts, length)
-                self._choices[n] += len(part) // length * length * top_k
 
         # A sequence without a prompt has nothing to compare with.
         if prompt:
@@ -398,11 +346,4 @@ class SimilarityAggregator:
             "information_bias_bits": information_bias_bits(
                 self._tokens, shape.experts, shape.top_k
             ),
-            # No sequence may be as long as a segment.
-            "consistency": {
-                str(length): (served / choices).tolist() if choices else None
-                for length, served, choices in zip(
-                    SEGMENTS_TOKENS, self._served, self._choices, strict=True
-                )
-            },
         }

@@ -42,6 +42,8 @@ LOCAL = 0.15
 SLIGHT = 0.05
 # For a rough idea only: what a PCIe 4.0 x16 link copies; profiles hold measurements.
 COPY_BYTES_PER_S = 25e9
+# Shares of a layer's experts in a cache whose hit rates are told layer by layer.
+CACHE_RATIOS = (0.125, 0.25, 0.5, 0.75)
 # Hit rates whose cache sizes are of interest, beside the knee.
 _GOALS = (0.8, 0.9, 0.95)
 
@@ -86,13 +88,13 @@ def summarise_trace(
             step before, within one batch;
         - ``working_set``: mean distinct experts in windows of 32 decode steps;
             ``touched``: distinct experts at all;
-        - ``lru``: cache ratio -> hit rate of an LRU cache of ``round(ratio * E)``
-            slots, looked up before the step;
+        - ``lru``: cache ratio -> hit rate in decode of an LRU cache of
+            ``round(ratio * E)`` slots for the layer;
 
         and
 
-        - ``reuse``: [E + 1] accesses by the number of other experts used since (last:
-            first use), all layers;
+        - ``reuse``: [E + 1] accesses in decode that hit LRU caches of more than so many
+            slots per layer (last: first use), all layers;
         - ``working_set_by_window``: window in decode steps -> mean distinct experts of
             a layer;
         - ``curve_decode``, ``curve_all``: ``lru`` and ``belady`` hit rates [E + 1] at 0
@@ -102,8 +104,6 @@ def summarise_trace(
             sequences that have both;
         - ``information_bits`` [L - 1], ``information_bias_bits``: what a layer's
             experts tell about the next one's;
-        - ``consistency``: segment tokens -> [L], share of choices served by the K
-            experts most used in the segment;
         - ``prediction``: see `predictor_accuracy.prediction`;
         - ``verdict``: see `offloading_verdict`.
 
@@ -140,6 +140,8 @@ def summarise_trace(
     figures = {
         "batch": batch,
         **layers.figures(),
+        "lru": _lru_by_layer(hit_rates),
+        "reuse": hit_rates.depths["lru"][Phase.DECODE].sum(axis=0).tolist(),
         "curve_decode": _rates(hit_rates, Phase.DECODE),
         "curve_all": _rates(hit_rates, None),
         **similarity.figures(),
@@ -155,6 +157,17 @@ def _rates(curves: Curves, phase: Phase | None) -> dict[str, list[float]] | None
         return None
 
     return {name: curves.rates(name, phase).tolist() for name in CURVES}
+
+
+def _lru_by_layer(curves: Curves) -> dict[float, list[float] | None]:
+    """Cache ratio -> hit rate of each layer in decode, [L]; None without decode."""
+    hits = curves.hits("lru", Phase.DECODE)
+    accesses = curves.accesses("lru", Phase.DECODE)
+    if not accesses.any():
+        return dict.fromkeys(CACHE_RATIOS)
+    rates = hits / np.maximum(accesses, 1)[:, None]
+    experts = hits.shape[1] - 1
+    return {ratio: rates[:, round(ratio * experts)].tolist() for ratio in CACHE_RATIOS}
 
 
 def knee(rates: np.ndarray) -> int:
@@ -385,8 +398,6 @@ def _by_layer(figures: dict[str, Any]) -> dict[str, list[Any]]:
     columns = {name: figures[name] for name in _BY_LAYER}
     for ratio, values in figures["lru"].items():
         columns[f"lru_{ratio}"] = values
-    for length, values in figures["consistency"].items():
-        columns[f"consistency_{length}"] = values
 
     information = figures["information_bits"]
     if information is not None:

@@ -22,25 +22,19 @@ ENOUGH_SEQUENCES = 8
 def predictions_text(drawn: dict[str, Any]) -> str:
     """Return the entry `PREDICTIONS` of a header as words on one line."""
     parts = []
-    if "scores" in drawn:
-        scores = drawn["scores"]
-        columns = "scores and weights" if scores.get("weights") else "scores"
-        parts.append(f"{columns} drawn (seed {scores.get('seed')})")
-
-    sources: dict[str, None] = {}
     for column, entry in drawn.items():
         if column == "scores":
-            continue
-        asked = entry.get("recall_asked")
-        at = entry.get("recall_at")
-        recall = "recall" if at is None else f"recall at {at}"
-        measured = entry.get("recall_measured", 0)
-        parts.append(f"{column} {recall} {measured:.3f} (asked {asked:g})")
-        # Columns of one call share their dependence; it is said once.
-        dependence = entry.get("dependence", {})
-        words = ", ".join(f"{name} {value:g}" for name, value in dependence.items())
-        sources[f"errors correlated: {words}; seed {entry.get('seed')}"] = None
-    return "; ".join([*parts, *sources])
+            text = (
+                "scores and weights drawn" if entry.get("weights") else "scores drawn"
+            )
+        else:
+            at = entry.get("recall_at")
+            recall = "recall" if at is None else f"recall at {at}"
+            measured = entry.get("recall_measured", 0)
+            asked = entry.get("recall_asked")
+            text = f"{column} {recall} {measured:.3f} (asked {asked:g})"
+        parts.append(f"{text}, seed {entry.get('seed')}")
+    return "; ".join(parts)
 
 
 def widths_text(given: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +26,9 @@ from moesim.traces.importers.readers.arrays import load_named
 from moesim.traces.models import known_models, model_shape
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.stats.routing_curves import Likeness  # noqa: TC001 - of a schema
-from moesim.traces.synthetic.draw import CLASSES, SynthModel, TokenKinds
+from moesim.traces.synthetic.draw import SynthModel, TokenKinds
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.marks import WIDTHS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 VERSION = 2
 SUFFIX = ".statistics.npz"
@@ -175,11 +171,9 @@ def load(path: Path | str) -> SynthModel:
     except (OSError, TraceError) as error:
         reason = str(error).removeprefix(f"{path}: ")
         raise TraceError(f"{where}: {reason}; {_WAY_OUT}") from None
-    for name in ("header", *_TYPES):
-        if name not in arrays:
-            raise TraceError(
-                f"{where}: {name}: expected an array, found none; {_WAY_OUT}"
-            )
+    missing = sorted({"header", *_TYPES} - set(arrays))
+    if missing:
+        raise TraceError(f"{where}: found no array {missing[0]}; {_WAY_OUT}")
     header = parse_json(
         arrays["header"].tobytes(),
         _Header,
@@ -193,7 +187,6 @@ def load(path: Path | str) -> SynthModel:
             " save them again"
         )
 
-    _check(arrays, header.shape, where)
     step = np.float32(_STEP)
     return SynthModel(
         shape=header.shape,
@@ -211,42 +204,3 @@ def load(path: Path | str) -> SynthModel:
         permuted=header.permuted,
         likeness=header.likeness,
     )
-
-
-def _check(arrays: Mapping[str, np.ndarray], shape: ModelShape, where: str) -> None:
-    """Refuse arrays that do not fit together, before drawing trips over them."""
-    layer = (shape.layers, shape.experts)
-    topics, kinds, tokens, lengths = (
-        arrays[name].shape[:1] for name in ("topics", "kinds", "course", "lengths")
-    )
-    shapes = {
-        "popularity": layer,
-        "reuse": (shape.layers, CLASSES),
-        "topics": (*topics, *layer),
-        "kinds": (*kinds, *layer),
-        "character": layer[:1],
-        "course": tokens,
-        "first": (sum(topics) + 1,),
-        "lengths": (*lengths, 2),
-    }
-    for name, dtype in _TYPES.items():
-        array = arrays[name]
-        if array.dtype != dtype or array.shape != shapes[name]:
-            raise TraceError(
-                f"{where}: {name}: expected shape {shapes[name]} of {np.dtype(dtype)},"
-                f" found {array.shape} of {array.dtype}; {_WAY_OUT}"
-            )
-        if not np.isfinite(array).all():
-            raise TraceError(
-                f"{where}: {name}: expected numbers, found infinity or none; {_WAY_OUT}"
-            )
-
-    # Each topic has its part of the course; a kind is an index.
-    first = arrays["first"]
-    course = arrays["course"]
-    ordered = (np.diff(first) > 0).all() and first[0] == 0
-    inside = course.size and course.max() < len(arrays["kinds"])
-    if not (ordered and inside and first[-1] == len(course)):
-        raise TraceError(f"{where}: course: expected kinds of every topic")
-    if not arrays["lengths"].sum(axis=1).max(initial=0) >= 1:
-        raise TraceError(f"{where}: lengths: expected at least one token")

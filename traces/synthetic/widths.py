@@ -72,9 +72,8 @@ def set_widths(
         bits: W widths, for the first experts of each layer's ranking first.
         shares: of each layer's experts, for each width; None for equal ones. What does
             not divide evenly goes to the largest remainders.
-        by: who ranks first in a layer: ``random``, ``popularity`` (used most often in
-            this trace; ties to the lower id), or a CSV file of scores with the columns
-            layer, expert, score, highest first.
+        by: who ranks first in a layer: ``random``, or ``popularity`` (used most often
+            in this trace; ties to the lower id).
         table: instead of all that: a CSV file with the columns layer, expert, bits.
         seed: of ``random``.
 
@@ -88,7 +87,7 @@ def set_widths(
         raise TraceError("widths: expected either bits or a table of them")
     mark: dict[str, Any]
     if table is not None:
-        width = _read(Path(table), "bits", shape)
+        width = _read(Path(table), shape)
         mark = {"table": str(table)}
     else:
         counts, given = _counts(bits, shares, shape.experts)
@@ -162,53 +161,40 @@ def _score(trace: Trace, by: str, seed: int) -> np.ndarray:
     shape = trace.shape
     if by == RANDOM:
         return np.random.default_rng(seed).random((shape.layers, shape.experts))
-    if by == POPULARITY:
-        uses = np.zeros((shape.layers, shape.experts), np.int64)
-        for rows in trace.sequences():
-            uses += expert_uses(rows.layer, rows.experts, shape)
-        return uses
-    return _read(Path(by), "score", shape)
+    if by != POPULARITY:
+        raise TraceError(f"widths: by: expected {RANDOM} or {POPULARITY}, got {by!r}")
+    uses = np.zeros((shape.layers, shape.experts), np.int64)
+    for rows in trace.sequences():
+        uses += expert_uses(rows.layer, rows.experts, shape)
+    return uses
 
 
-def _read(path: Path, column: str, shape: ModelShape) -> np.ndarray:
-    """Read one number for every expert from a CSV file, float64 [L, E].
+def _read(path: Path, shape: ModelShape) -> np.ndarray:
+    """Read the width of every expert from a CSV file, float64 [L, E].
 
     Raises:
         TraceError: it cannot be read, or does not name every expert once.
     """
-    names = ["layer", "expert", column]
+    names = ["layer", "expert", "bits"]
     try:
-        table = pd.read_csv(io.StringIO(read_text(path)), dtype=str, index_col=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise TraceError(f"{path}: expected a CSV file: {reason}") from None
-    if not set(names) <= set(table.columns):
+        table = pd.read_csv(io.StringIO(read_text(path)), index_col=False)[names]
+        table = table.apply(pd.to_numeric)
+    except (OSError, ValueError, KeyError) as error:
+        reason = quoted(str(error).splitlines()[0])
         raise TraceError(
-            f"{path}: expected the columns {','.join(names)}, found"
-            f" {quoted(','.join(table.columns)) or 'none'}"
-        )
+            f"{path}: expected numbers in the columns {','.join(names)}: {reason}"
+        ) from None
 
-    rows = table[names].apply(pd.to_numeric, errors="coerce")
-    experts = rows[["layer", "expert"]]
-    limits = [shape.layers, shape.experts]
-    inside = ((experts % 1 == 0) & (experts >= 0) & (experts < limits)).all(axis=1)
-    for wrong, problem in (
-        (~np.isfinite(rows).all(axis=1), "expected three numbers"),
-        (~inside, "expected layers below {} and experts below {}".format(*limits)),
-        (experts.duplicated(), "expected each expert once"),
-    ):
-        if wrong.any():
-            row = int(wrong.argmax())
-            cells = quoted(",".join(map(str, table.loc[row, names])))
-            raise TraceError(f"{path}: line {row + 2}: {problem}, found {cells}")
-
-    numbers = np.full((shape.layers, shape.experts), np.nan)
-    numbers[tuple(experts.to_numpy(np.int64).T)] = rows[column]
-    missing = np.argwhere(np.isnan(numbers))
-    if len(missing):
-        layer, expert = missing[0].tolist()
+    size = (shape.layers, shape.experts)
+    widths = table.set_index(names[:2])["bits"]
+    every = pd.MultiIndex.from_product([range(count) for count in size])
+    wrong = [
+        *widths.index[widths.index.duplicated()],
+        *every.symmetric_difference(widths.index),
+    ]
+    if wrong:
         raise TraceError(
-            f"{path}: expected a row for each of {shape.layers} x {shape.experts}"
-            f" experts, found none for layer {layer}, expert {expert}"
+            f"{path}: expected each of {size[0]} x {size[1]} experts once; layer and"
+            f" expert {','.join(map(str, wrong[0]))} is missing, unknown or there twice"
         )
-    return numbers
+    return widths.reindex(every).to_numpy(np.float64).reshape(size)

@@ -358,7 +358,7 @@ def predict(options: PredictOptions) -> None:
     """
     from moesim.traces.synthetic.predict import predict as draw_predictions
 
-    with output.bar("predicting", 1.0) as show:
+    with output.bar("predicting") as show:
         predicted = draw_predictions(
             options.trace, progress=show, **options.arguments(draw_predictions)
         )
@@ -402,10 +402,9 @@ class WidthsOptions(JsonOptions):
     )
     by: str = option(
         "random",
-        "Which experts of a layer come first: random, popularity (used most often in"
-        " this trace), or a CSV file with the columns layer, expert, score, highest"
-        " first.",
-        metavar="RULE|FILE",
+        "Which experts of a layer come first: random, or popularity (used most often in"
+        " this trace).",
+        metavar="RULE",
     )
     table: Path | None = input_option(
         "Instead of --bits: a CSV file with the columns layer, expert, bits.",
@@ -413,11 +412,6 @@ class WidthsOptions(JsonOptions):
         excludes=("bits", "shares", "by"),
     )
     seed: int = seed_option()
-
-    def inputs(self) -> list[Path]:
-        """Files that are read, that of the scores included."""
-        is_rule = self.by in {"random", "popularity"}
-        return [*Options.inputs(self), *([] if is_rule else [Path(self.by)])]
 
 
 @from_dataclass(from_file=False)
@@ -431,7 +425,6 @@ def widths(options: WidthsOptions) -> None:
     Examples:
       moesim trace widths q.parquet w.parquet --bits 8,4,2 --shares 0.25,0.5,0.25
       moesim trace widths q.parquet w.parquet --bits 8,4 --by popularity
-      moesim trace widths q.parquet w.parquet --bits 8,4 --by sensitivity.csv
       moesim trace widths q.parquet w.parquet --widths widths.csv
     """
     from moesim.base.units import format_sizes
