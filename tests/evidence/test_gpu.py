@@ -3,13 +3,13 @@ fails is named, and the rest goes on.
 """
 
 import json
+import re
 
 import numpy as np
 import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import Session, holds, page, same_routing, verdict
-from moesim.base.errors import RuntimeFault
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
@@ -17,7 +17,12 @@ from moesim.runtime import accelerators  # noqa: E402
 from moesim.runtime.accelerators import Rehearsal  # noqa: E402
 
 MACHINE = {"accelerator": "host accelerator", "kind": "host"}
-NAMES = tuple(f"checks/{number}" for number in range(6))
+NAMES = tuple(f"checks/{number}" for number in range(4))
+WELL = {"outcome": "well", "verdict": "ok"}
+
+
+def interrupted():
+    raise KeyboardInterrupt
 
 
 def session(folder, machine=MACHINE, **options):
@@ -31,40 +36,28 @@ def saved(folder):
     return json.loads((folder / gpu.RESULTS).read_text())["steps"]
 
 
-@pytest.mark.parametrize("stopped", range(5))
-def test_an_interrupted_call_goes_on_behind_its_last_step(tmp_path, stopped):
-    """Ctrl-C in one of six steps: those before it are kept, with their page."""
+def test_an_interrupted_call_goes_on_behind_its_last_step(tmp_path):
+    """Ctrl-C in the third of four steps: those before it are kept, with their page."""
     made = []
-
-    def work(name):
-        if name == NAMES[stopped] and not resumed:
-            raise KeyboardInterrupt
-        made.append(name)
-        return {"outcome": "well", "verdict": "ok"}
-
-    resumed = False
     first = session(tmp_path)
-    for name in NAMES[:stopped]:
-        first.make(name, lambda name=name: work(name))
+    for name in NAMES[:2]:
+        first.make(name, lambda name=name: made.append(name) or WELL)
     with pytest.raises(KeyboardInterrupt):
-        first.make(NAMES[stopped], lambda: work(NAMES[stopped]))
-    assert made == list(NAMES[:stopped])
+        first.make(NAMES[2], interrupted)
 
-    resumed = True
     second = session(tmp_path)
-    assert list(second.steps) == made
+    assert list(second.steps) == made == list(NAMES[:2])
     for name in NAMES:
-        second.make(name, lambda name=name: work(name))
-    assert made == list(NAMES)
-    assert list(saved(tmp_path)) == made
-    assert (tmp_path / gpu.PAGE).read_text().count("ok, well") == 6
+        second.make(name, lambda name=name: made.append(name) or WELL)
+    assert made == list(saved(tmp_path)) == list(NAMES)
+    assert (tmp_path / gpu.PAGE).read_text().count("ok, well") == 4
 
 
 def test_what_fails_is_named_and_the_rest_goes_on(tmp_path):
     """And the next call tries it again."""
     made = session(tmp_path)
     made.make("checks/broken", lambda: 1 / 0)
-    made.make("checks/whole", lambda: {"outcome": "well", "verdict": "ok"})
+    made.make("checks/whole", lambda: WELL)
     assert (
         made.steps["checks/broken"]["failed"] == "ZeroDivisionError: division by zero"
     )
@@ -78,7 +71,7 @@ def test_what_fails_is_named_and_the_rest_goes_on(tmp_path):
 @pytest.mark.parametrize("change", ["another machine", "finished", "damaged"])
 def test_a_folder_is_begun_anew_where_it_says_nothing_about_this_call(tmp_path, change):
     made = session(tmp_path)
-    made.make("checks/one", lambda: {"outcome": "well", "verdict": "ok"})
+    made.make("checks/one", lambda: WELL)
     machine = dict(MACHINE)
     if change == "another machine":
         machine["accelerator"] = "another card"
@@ -98,18 +91,18 @@ def test_a_rehearsal_is_not_taken_for_a_card():
     assert page({"kind": "cuda"}, {}).startswith("# Eight minutes on a card")
 
 
-def test_without_a_card_the_way_out_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerators, "accelerator_here", lambda: None)
-    with pytest.raises(RuntimeFault, match=r"torch finds none; .* --rehearse"):
-        gpu.verify_gpu(tmp_path / "out")
+@pytest.mark.parametrize(("card", "words", "message"), [
+    (None, [], r"error: expected a card, torch finds none; .* --rehearse"),
+    # Real runs would take the card.
+    (Rehearsal(), ["--rehearse"], "error: --rehearse: there is a card"),
+])  # fmt: skip
+def test_the_wrong_machine_is_refused_in_a_line(
+    tmp_path, monkeypatch, capsys, card, words, message
+):
+    monkeypatch.setattr(accelerators, "accelerator_here", lambda: card)
+    assert gpu.main(["--out", str(tmp_path / "out"), *words]) == 2
+    assert re.match(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_rehearsal_beside_a_card_is_refused(tmp_path, monkeypatch):
-    """Real runs would take the card."""
-    monkeypatch.setattr(accelerators, "accelerator_here", Rehearsal)
-    with pytest.raises(RuntimeFault, match="--rehearse: there is a card"):
-        gpu.verify_gpu(tmp_path / "out", rehearse=True)
 
 
 def some_times(**changes):
@@ -157,39 +150,35 @@ def compared(tokens=(5, 6, 7), scores=SCORES):
     return same_routing(CPU, a_recording(tokens, scores), layers=1)
 
 
-def test_equal_recordings_pass():
-    assert compared() == {
-        "tokens": 3,
-        "same_tokens": True,
-        "same_experts": 1.0,
-        "largest": 0.0,
-        "passed": True,
-    }
-
-
 def test_a_rehearsal_records_the_shipped_model(tmp_path):
     recorded = gpu._recorded(session(tmp_path / "gpu"))
     assert recorded["passed"]
     assert recorded["tokens"] > gpu.NEW_TOKENS
 
 
-def test_scores_may_differ_by_the_rounding_of_sixteen_bits_and_no_more():
-    near, far = np.array(SCORES), np.array(SCORES)
-    near[0, 0] += 2.0**-11
-    far[0, 0] += 2.0**-8
-    assert compared(scores=near)["passed"]
-    assert compared(scores=near)["largest"] == 2.0**-11
-    assert not compared(scores=far)["passed"]
+NEAR, FAR, TIED, OTHER = (np.array(SCORES) for _ in range(4))
+NEAR[0, 0] += 2.0**-11
+FAR[0, 0] += 2.0**-8
+# The last token's second expert is any of three; the second one's is not.
+TIED[2, 3] = np.nextafter(np.float16(0.1), np.float16(1.0))
+OTHER[1] = [0.1, 0.4, 0.3, 0.2]
 
 
-def test_experts_that_scores_do_not_tell_apart_may_change_places():
-    """The last token's second expert is any of three; the second one's is not."""
-    tied, other = np.array(SCORES), np.array(SCORES)
-    tied[2, 3] = np.nextafter(np.float16(0.1), np.float16(1.0))
-    other[1] = [0.1, 0.4, 0.3, 0.2]
-    assert compared(scores=tied)["same_experts"] == pytest.approx(2 / 3)
-    assert compared(scores=tied)["passed"]
-    assert not compared(scores=other)["passed"]
+@pytest.mark.parametrize(("scores", "largest", "same", "passed"), [
+    (SCORES, 0.0, 1.0, True),
+    # The rounding of sixteen bits, and no more.
+    (NEAR, 2.0**-11, 1.0, True),
+    (FAR, 2.0**-8, 1.0, False),
+    # Experts that scores do not tell apart may change places.
+    (TIED, 2.0**-14, 2 / 3, True),
+    (OTHER, 0.2, 2 / 3, False),
+])  # fmt: skip
+def test_recordings_are_equal_up_to_their_rounding(scores, largest, same, passed):
+    result = compared(scores=scores)
+    assert (result["tokens"], result["same_tokens"]) == (3, True)
+    assert result["largest"] == pytest.approx(largest, rel=0.01)
+    assert result["same_experts"] == pytest.approx(same)
+    assert result["passed"] is passed
 
 
 def test_another_token_ends_the_comparison_and_fails():

@@ -1,7 +1,7 @@
 """A protocol is stated before it is measured, and judged by what it states."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,13 +167,3 @@ def test_a_refusal_ends_a_sitting_and_not_the_protocol(tmp_path, small, monkeypa
     assert "nothing counts" in (tmp_path / "protocol.md").read_text()
     files = sorted(tmp_path.glob("sitting-*.json"))
     assert [json.loads(file.read_text())["refused"] for file in files] == ["x", "x"]
-
-
-def test_sittings_of_another_protocol_are_refused(tmp_path):
-    other = json.dumps({"plan": asdict(replace(protocol.PLAN, steps=99))})
-    (tmp_path / "sitting-1.json").write_text(other)
-    with pytest.raises(ProfileError, match=r"sitting-1.json: .* found one of another"):
-        protocol.main([str(tmp_path)])
-    (tmp_path / "sitting-1.json").write_text("{}")
-    with pytest.raises(ProfileError, match="expected a sitting"):
-        protocol.main([str(tmp_path)])

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.browser import browser, check_page
 from support.real_machine import host_profile
@@ -36,18 +35,18 @@ KEYS = {
 
 
 def test_the_summary_by_hand():
-    """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.7: errors 10
-    %, 0 and 10 %.
+    """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.4: errors 10
+    %, 0 and -20 %.
     """
     report = result(
         cell("a", [0.98, 1.02], 1.1),
         cell("b", [2.0, 2.0], 2.0),
-        cell("c", [3.0, 3.0], 2.7),
+        cell("c", [3.0, 3.0], 2.4),
     )
     assert report.keys() >= KEYS
     assert report["tpot_error_median"] == pytest.approx(0.1)
     assert report["tpot_error_signed_median"] == pytest.approx(0.0, abs=1e-12)
-    assert report["tpot_error_max"] == pytest.approx(0.1)
+    assert report["tpot_error_max"] == pytest.approx(0.2)
     assert report["kendall_tau"] == 1.0
     assert report["noise_floor"] == 0.0
     assert report["cells"][0]["noise_floor"] > 0.0
@@ -133,7 +132,11 @@ def test_hits_of_real_and_simulated_runs_are_equal(grid):
     assert grid["hits_equal"] is True
     assert grid["hits_compared"] == len(grid["cells"]) == 12
     assert any(cell["predicted"]["hits"] for cell in grid["cells"])
-    assert all(cell["decisions_equal"] for cell in grid["cells"])
+    for row in grid["cells"]:
+        assert row["decisions_equal"]
+        assert [len(run["steps_s"]) for run in row["measured"]] == [4, 4, 4]
+        assert row["tpot_error"] is not None
+        assert row["ttft_error"] is not None
 
 
 def test_another_cache_makes_other_copies_and_another_lane_other_products():
@@ -153,20 +156,8 @@ def test_another_cache_makes_other_copies_and_another_lane_other_products():
     assert lru[0] != cpu[0]
 
 
-def test_every_cell_was_run_three_times_and_has_its_figures(grid):
-    assert {len(row["measured"]) for row in grid["cells"]} == {3}
-    assert all(
-        row["tpot_error"] is not None and row["ttft_error"] is not None
-        for row in grid["cells"]
-    )
-    assert all(
-        len(run["steps_s"]) == 4 for row in grid["cells"] for run in row["measured"]
-    )
-    assert np.isfinite(grid["tpot_error_median"])
-    assert any("not calibrated" in warning for warning in grid["warnings"])
-
-
 def test_a_foreign_profile_is_recognised(grid):
+    assert any("not calibrated" in warning for warning in grid["warnings"])
     assert any("another machine's" in warning for warning in grid["warnings"])
     assert any(
         difference.startswith("cores")

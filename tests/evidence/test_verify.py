@@ -184,6 +184,7 @@ def test_the_verdict_by_hand():
     assert far.words.startswith("it does not hold here: ")
     wrong = verdict(cell("a", STEADY, 1.0), cell("b", [2 * s for s in STEADY], 0.99))
     assert wrong.holds is False
+    assert verdict(cell("a", STEADY, 1.0, hits=4)).holds is False, "other hits"
 
 
 def test_cells_that_scatter_tell_nothing():

@@ -32,14 +32,6 @@ def _raw(name):
 # Files that state everything themselves; the others only what differs from one.
 WHOLE = [name for name in SHIPPED if "base" not in _raw(name)]
 ASSUMED = {"kind": "assumed", "source": "a test"}
-SEED_MACHINES = {
-    "rtx3090-epyc7532",
-    "a6000-i9-10980xe",
-    "a6000-xeon5220r-10c",
-    "rtx3080ti",
-    "rtx4060ti",
-    "rtx5070ti-ryzen9600x",
-}
 
 
 def profile(**changes):
@@ -72,11 +64,6 @@ def numbers_of(table, path=""):
 def test_a_machine_without_a_card_shares_its_memory():
     assert load_profile("two-core-host").shares_memory
     assert not load_profile("rtx4060ti").shares_memory
-
-
-def test_all_machines_of_the_seed_papers_ship():
-    assert set(SHIPPED) >= SEED_MACHINES
-    assert {load_profile(name).kind for name in SEED_MACHINES} == {"datasheet"}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -237,14 +224,6 @@ def test_three_busy_workers_do_not_fit_two_cores():
 ])  # fmt: skip
 def test_a_profile_that_cannot_be_trusted_is_refused_in_one_line(changes, message):
     assert message in refused(**changes)
-
-
-def test_a_missing_number_names_file_key_and_way_out_when_it_is_asked_for():
-    with pytest.raises(
-        ProfileError,
-        match=r"hw\.toml: costs\.ssd\.bytes_per_s: .* lacks it; .*moesim profile",
-    ):
-        profile().number("costs.ssd.bytes_per_s")
 
 
 def test_an_unknown_name_is_answered_with_a_close_one():
