@@ -324,8 +324,8 @@ def write_tables(trace: Trace, summary: TraceSummary, folder: Path) -> list[Path
     Returns:
         ``layers.parquet`` one row per layer; ``load.parquet`` layer, expert, tokens in
         decode; ``curves.parquet`` slots per layer with hits and accesses by phase,
-        layer and policy; ``global.parquet`` the same for one shared cache; each with
-        the other figures as JSON under the metadata key ``statistics``.
+        layer and policy; each with the other figures as JSON under the metadata key
+        ``statistics``.
     """
     shape = summary.shape
     load = {
@@ -337,8 +337,7 @@ def write_tables(trace: Trace, summary: TraceSummary, folder: Path) -> list[Path
     tables = {
         "layers": layers,
         "load": pa.table(load),
-        "curves": _curve_table(summary.curves, ""),
-        "global": _curve_table(summary.curves, "_global"),
+        "curves": _curve_table(summary.curves),
     }
 
     paths = []
@@ -371,21 +370,19 @@ def layer_table(trace: Trace, summary: TraceSummary) -> pa.Table:
     return pa.table(columns).replace_schema_metadata(metadata)
 
 
-def _curve_table(curves: Curves, scope: str) -> pa.Table:
-    """A row per phase, layer and number of slots; without layers for the scope
-    ``_global`` of one shared cache.
-    """
+def _curve_table(curves: Curves) -> pa.Table:
+    """A row per phase, layer and number of slots of the layer."""
     hits = {
-        name: np.stack([curves.hits(name + scope, phase) for phase in Phase])
+        name: np.stack([curves.hits(name, phase) for phase in Phase])
         for name in ("lru", "belady")
     }
-    accesses = np.stack([curves.accesses("lru" + scope, phase) for phase in Phase])
+    accesses = np.stack([curves.accesses("lru", phase) for phase in Phase])
     shape = hits["lru"].shape
-    phase, *layer, slots = np.indices(shape).reshape(len(shape), -1)
+    phase, layer, slots = np.indices(shape).reshape(len(shape), -1)
     return pa.table(
         {
             "phase": np.array([each.label for each in Phase])[phase],
-            **dict(zip(("layer",), layer, strict=False)),
+            "layer": layer,
             "slots": slots,
             "accesses": np.repeat(accesses, shape[-1]),
             **{name: values.reshape(-1) for name, values in hits.items()},

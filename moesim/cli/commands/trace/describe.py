@@ -22,7 +22,7 @@ MISLEADING = 1
 MOST_ENTRIES = 4
 """Entries of a list that are still worth printing."""
 
-TABLES = ("layers.parquet", "load.parquet", "curves.parquet", "global.parquet")
+TABLES = ("layers.parquet", "load.parquet", "curves.parquet")
 """What `trace stats` writes into a folder."""
 
 
