@@ -146,9 +146,11 @@ def headlines(shared: Path, name: str) -> list[list[Question]]:
         question = next(each for each in asked if selected(described, each.record))
         case = next(c for c in question.cases if c.run.workload.model == model)
         changes = [partial(on_recording, name, shared, group) for group in groups]
-        found.append(
-            [replace(question, cases=(case.changed(change),)) for change in changes]
-        )
+        cases = [
+            replace(case, run=change(case.run), others=tuple(map(change, case.others)))
+            for change in changes
+        ]
+        found.append([replace(question, cases=(each,)) for each in cases])
     return found
 
 

@@ -7,8 +7,8 @@
 Ours need not agree: other models, other prompts, often another length. What is printed
 says which model and trace each column is of, what the experiment does, and where it
 departs from its source. Traces are the shipped one, those of ``--trace``, others'
-recordings in ``--shared``, and two that are drawn like DALI's models, without
-predictions, which would prove themselves.
+recordings in ``--shared``, and with ``--drawn`` two like DALI's models, without
+predictions, which would prove themselves; then DALI's table 4 is printed as well.
 
 ``routing_figures.yaml`` describes the experiments; each of its rows names a function of
 this module with its arguments. A function takes an `Excerpt` of a trace and returns one
@@ -39,7 +39,6 @@ from moesim.evidence.reproduction.questions import (
     records,
     selected,
 )
-from moesim.evidence.reproduction.runs import decode_replays
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import cache_replay
@@ -51,8 +50,12 @@ from moesim.policies.registry import resolve
 from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
+from moesim.questions.gap import MixReplays
 from moesim.reporting.tables import aligned
+from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay
+from moesim.runs.setup import Setup
+from moesim.sim.replay import Replay
 from moesim.traces.format.arrays import predicted_workload
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
@@ -67,13 +70,17 @@ from moesim.traces.stats.statistics import SimilarityAggregator
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from moesim.engine.planner import Planner
     from moesim.evidence.reproduction.questions import Record
+    from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.base import CachePolicy
     from moesim.policies.cache_replay import CacheCounts
     from moesim.runs.result import Run
+    from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
+    from moesim.traces.timeline.spans import Timeline
 
 MACHINE = "rtx3090-epyc7532"
 """Datasheet profile of the experiments that need one: DALI's machine."""
@@ -388,7 +395,7 @@ def watch(
         of_steps(steps),
         future=future,
     )
-    return recorder, counts.hit_rate
+    return recorder, counts.hit_rate or 0.0
 
 
 def lru_and_belady(excerpt: Excerpt) -> Mapping[str, float | None]:
@@ -546,6 +553,39 @@ DALI = System(assignment="greedy", cache="workload-window:window=4,swaps=8")
 """Over half of the experts (its figure 12)."""
 DECODED = 32
 """Decode steps behind DALI's table 4."""
+
+
+def decode_replays(
+    trace: Trace,
+    profile: HardwareProfile,
+    system: System,
+    *,
+    batch: int,
+    steps: int,
+    cache_ratio: float,
+    most_steps: int | None = None,
+    seed: int = 0,
+) -> MixReplays:
+    """Replays of the first decode steps of full batches, within `most_steps` forward
+    passes; of policies that do not look ahead.
+    """
+
+    def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
+        full = (
+            step
+            for step in compose(trace, batch=batch, steps=most_steps)
+            if step.phase == Phase.DECODE and step.sequences == batch
+        )
+        # Prefill steps are left out, so steps are numbered anew.
+        passes = (
+            replace(step, step=number)
+            for number, step in zip(range(steps), full, strict=False)
+        )
+        return Replay(profile, planner, timeline).run(passes)
+
+    config = RunConfig.of(None, cache_ratio=cache_ratio, seed=seed)
+    setup = Setup(config, trace.shape, profile, system)
+    return MixReplays(setup, walk, RecordedFuture(()))
 
 
 def greedy(excerpt: Excerpt, batch: int) -> Mapping[str, float]:
@@ -897,6 +937,61 @@ def drawn(folder: Path) -> list[Path]:
     return [load.calibration().draw(folder) for load in loads]
 
 
+# -- DALI's table 4 --------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _ModelledTime:
+    """Sums the modelled makespans of assignments.
+
+    An observer of `AssignmentPolicy.assign` (`moesim.engine.observers`).
+    """
+
+    seconds: float = 0.0
+
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Add one layer step."""
+        del call, answer
+        work, _view, lanes, _order = arguments
+        self.seconds += modelled_s(work, np.asarray(lanes))
+
+
+def modelled_decode_s(model: str, batch: int, plan: str, folder: Path) -> float:
+    """Modelled makespans of the decode steps of one batch in which nothing is resident,
+    on the machine that is anchored on the least of them.
+    """
+    total = _ModelledTime()
+    replays = decode_replays(
+        open_trace(Workload(model, "q4_k_m", 64, DECODED, 32, like=model).draw(folder)),
+        load_profile("dali-rtx3090"),
+        System(assignment=plan, cache="none"),
+        batch=batch,
+        steps=DECODED,
+        cache_ratio=0.0,
+    )
+    replays.replay_s({}, total)
+    return total.seconds
+
+
+MODELS = {"Mixtral": "mixtral-8x7b", "DeepSeek": "deepseek-v2-lite"}
+PLANS = {"opt": "exact", "greedy": "greedy"}
+
+
+def table_4(folder: Path) -> Iterator[str]:
+    """A line for each time of the table, ours beside it."""
+    yield "dali-table-4: modelled seconds of 32 decode steps (DALI, table 4)"
+    for record in records():
+        if record.key == ("DALI", "Table 4", "moe_time"):
+            setting = record.setting
+            ours_s = modelled_decode_s(
+                MODELS[setting["model"]],
+                setting["batch_size"],
+                PLANS[setting["plan"]],
+                folder,
+            )
+            yield f"{record.label}: published {record.value}, ours {ours_s:.10g}"
+
+
 def main() -> None:
     """Print experiments on traces."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_figures")
@@ -932,6 +1027,8 @@ def main() -> None:
                 figures = EXPERIMENTS[name].figures(excerpt)
                 ours[f"ours {number}: {trace.shape.name}"] = figures
         print(*EXPERIMENTS[name].lines(ours), "", sep="\n")
+    if asked.drawn is not None:
+        print(*table_4(asked.drawn), sep="\n")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, reduce
 from importlib import resources
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from moesim.evidence.reproduction.runs import SPEC_QUANTITIES, Outcome, RunSpec
+from moesim.evidence.reproduction.runs import Outcome, RunSpec
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.traces.models import model_shape
-
-if TYPE_CHECKING:
-    from moesim.traces.format.schema import ModelShape
 
 SIMULATED = "simulated"
 COMPUTED = "computed"
@@ -112,17 +109,13 @@ def papers() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run, and those that it is compared with; `values` are those of the names in
-    its description.
+    """One run, those that it is compared with, and the quantity of each: an expression
+    of metrics (`quantity_of`).
     """
 
     run: RunSpec
-    others: tuple[RunSpec, ...]
-    values: Mapping[str, Any]
-
-    def changed(self, change: Callable[[RunSpec], RunSpec]) -> Case:
-        """The same with other runs."""
-        return Case(change(self.run), tuple(map(change, self.others)), self.values)
+    others: tuple[RunSpec, ...] = ()
+    quantity: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,16 +124,15 @@ class Question:
 
     Attributes:
         record: what was published.
-        status: `SIMULATED`; `COMPUTED` from sizes alone; `ANCHORED`, if a machine or
+        status: `SIMULATED`; `COMPUTED`, a size of a model; `ANCHORED`, if a machine or
             workload was made from it, so that it is never compared; `INPUT`, a setting
             of ours; `UNANSWERED`.
-        cases: what must be run; none for a figure of a model's shape.
-        quantity: of each run, an expression of metrics (`quantity_of`).
+        cases: what must be run.
         compare: how the two sides become one figure; empty for one side.
         rival: which of several others stands for the other side.
         across: how the figures of several cases become one.
         scale: from the quantity's unit to the record's.
-        value: computed already.
+        value: of a model's size.
         note: where it departs from the paper, or why there is no answer.
         undecidable: what is not published and decides this figure.
         bound: ``upper`` or ``lower`` where the published figure is only such a bound.
@@ -149,7 +141,6 @@ class Question:
     record: Record
     status: str = SIMULATED
     cases: tuple[Case, ...] = ()
-    quantity: str = ""
     compare: str = ""
     rival: str = "mean"
     across: str = "mean"
@@ -162,8 +153,6 @@ class Question:
     @property
     def runs(self) -> tuple[RunSpec, ...]:
         """Runs whose outcomes are asked for: the system's, then those of the others."""
-        if self.status == COMPUTED:
-            return ()
         system = [case.run for case in self.cases]
         return tuple(itertools.chain(system, *(case.others for case in self.cases)))
 
@@ -176,7 +165,7 @@ class Question:
         figures = []
         for case in self.cases:
             system, *others = (
-                quantity_of(self.quantity, run, outcomes.get(run, {}), case.values)
+                quantity_of(case.quantity, outcomes[run])
                 for run in (case.run, *case.others)
             )
             if others:
@@ -186,23 +175,12 @@ class Question:
         return self.scale * _CHOICES[self.across](figures)
 
 
-def quantity_of(
-    expression: str, run: RunSpec, outcome: Outcome, values: Mapping[str, Any]
-) -> float:
-    """Evaluate an expression such as ``busy_s.gpu0 + busy_s.h2d0`` or ``decode.link /
-    decode.total``: sums of metrics, and at most one quotient of sums.
-
-    Args:
-        expression: of metrics of a run, or of what follows from its description alone
-            (`SPEC_QUANTITIES`).
-        run: what was run.
-        outcome: its metrics.
-        values: of the names in the run's description.
+def quantity_of(expression: str, outcome: Outcome) -> float:
+    """Evaluate an expression of a run's metrics, such as ``busy_s.gpu0 + busy_s.h2d0``
+    or ``decode.h2d0 / decode.total``: sums, and at most one quotient of sums.
     """
 
     def term(path: str) -> float:
-        if known := SPEC_QUANTITIES.get(path):
-            return known(run, values)
         metric: Any = outcome
         for name in path.split("."):
             metric = metric[name]
@@ -315,11 +293,10 @@ changed when twice as many steps were simulated.
 _SYSTEM_KEYS = ("method", "technique", "baseline", "plan")
 """Settings that name a system."""
 _PARAMETER_KEYS = ("w_size", "u_size")
+"""Settings of a system's parameters."""
 _ORDERED = {
     "latency",
-    "moe_time",
     "scheduling_overhead_share",
-    "gpu_memory",
     "decode_speed",
     "speedup_avg",
     "speedup_vs_naive_cpu",
@@ -328,6 +305,10 @@ _ORDERED = {
 """Metrics whose figures of one setting may be ordered by system; HybriMoE's speedups
 repeat its latencies.
 """
+
+
+UNDECIDED = "not decided by what is published"
+TIED = "tie"
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,15 +320,14 @@ class Statement:
         records: one for a *direction*, a record that compares by itself, such as a
             speedup above 1; two for an *order*, a pair of absolute figures of the same
             table and setting, the larger first.
-        published, ours: which side is larger, 1 or -1; 0 for a tie.
-        of_systems: False for two settings of one system's parameters.
+        published, ours: which side is larger, 1 or -1; 0 for a tie, where two figures
+            differ too little to be told apart.
     """
 
     words: str
     records: tuple[Answered, ...]
     published: int
     ours: int
-    of_systems: bool = True
 
     @property
     def holds(self) -> bool:
@@ -355,30 +335,18 @@ class Statement:
         return self.ours == self.published != 0
 
     @property
-    def tie(self) -> bool:
-        """Whether two figures, published or ours, differ too little to be told
-        apart.
-        """
-        return 0 in (self.published, self.ours)
-
-    @property
-    def undecidable(self) -> str:
-        """What would have to be published to decide it; empty where inputs suffice."""
-        return self.records[0].question.undecidable
+    def verdict(self) -> str:
+        """In one word or two."""
+        if self.records[0].question.undecidable:
+            return UNDECIDED
+        if 0 in (self.published, self.ours):
+            return TIED
+        return "holds" if self.holds else "DIFFERS"
 
     @property
     def counts(self) -> bool:
         """Whether it is one of those that are counted."""
-        return not self.tie and not self.undecidable
-
-    @property
-    def verdict(self) -> str:
-        """In one word or two."""
-        if self.undecidable:
-            return "not decided by what is published"
-        if self.tie:
-            return "tie"
-        return "holds" if self.holds else "DIFFERS"
+        return self.verdict not in {UNDECIDED, TIED}
 
 
 def larger(first: float, second: float, scale: float | None = None) -> int:
@@ -412,30 +380,26 @@ def directions(answered: Iterable[Answered]) -> list[Statement]:
 
 
 def orders(answered: Iterable[Answered]) -> list[Statement]:
-    """Pairs of figures of one table and setting that differ in the system, or in its
-    parameters.
-    """
+    """Pairs of figures of one table and setting that differ in the system."""
     groups: dict[str, list[Answered]] = {}
     for entry in answered:
         if entry.compared and entry.record.metric in _ORDERED:
-            shared = {**entry.record.setting}
-            for name in (*_SYSTEM_KEYS, *_PARAMETER_KEYS):
-                shared.pop(name, None)
-            key = f"{entry.record.key} {sorted(shared.items())}"
-            groups.setdefault(key, []).append(entry)
+            setting = entry.record.setting
+            shared = sorted(setting.keys() - {*_SYSTEM_KEYS, *_PARAMETER_KEYS})
+            stated = [(name, setting[name]) for name in shared]
+            groups.setdefault(f"{entry.record.key} {stated}", []).append(entry)
     statements = []
     for group in groups.values():
         for pair in itertools.combinations(group, 2):
             upper, lower = sorted(pair, key=lambda entry: -(entry.published or 0.0))
-            if upper.published == lower.published or _name(upper) == _name(lower):
+            if upper.published == lower.published or _system(upper) == _system(lower):
                 continue
             statements.append(
                 Statement(
-                    f"{upper.record.label} above {_name(lower)}",
+                    f"{upper.record.label} above {_system(lower)}",
                     (upper, lower),
                     larger(upper.published or 0.0, lower.published or 0.0),
                     larger(upper.ours or 0.0, lower.ours or 0.0),
-                    of_systems=_system(upper) != _system(lower),
                 )
             )
     return statements
@@ -444,12 +408,6 @@ def orders(answered: Iterable[Answered]) -> list[Statement]:
 def _system(entry: Answered) -> str:
     setting = entry.record.setting
     return " ".join(str(setting[key]) for key in _SYSTEM_KEYS if key in setting)
-
-
-def _name(entry: Answered) -> str:
-    setting = entry.record.setting
-    stated = [str(setting[key]) for key in _PARAMETER_KEYS if key in setting]
-    return f"{_system(entry)} ({', '.join(stated)})" if stated else _system(entry)
 
 
 # -- questions as the file describes them ----------------------------------------------
@@ -485,30 +443,20 @@ def exchanges() -> dict[str, Any]:
     return described
 
 
-Again = dict[str, dict[Record, list[Question]]]
-"""By the name of what is changed and by record: the same question of other runs."""
-
-
-def exchanged(asked: Iterable[Question]) -> Again:
+def exchanged(asked: Iterable[Question]) -> dict[str, dict[Record, Question]]:
     """Simulated questions again with another value of one input that nobody published,
-    by the exchange's name; those that it changes.
+    by the exchange's name and record; those that it changes.
     """
     simulated = {each.record: each for each in asked if each.status == SIMULATED}
-    again: Again = {}
-    for name, exchange in exchanges().items():
-        numbers = exchange.get("machines", {})
-
-        def moved(run: RunSpec, numbers: Mapping[str, Any] = numbers) -> RunSpec:
-            other = dict(run.numbers) | numbers.get(run.machine, {})
-            return replace(run, numbers=tuple(other.items()))
-
-        again[name] = {}
-        for other in questions([exchange["paper"]], exchange.get("paper_has")):
-            usual = simulated.get(other.record)
-            cases = tuple(case.changed(moved) for case in other.cases)
-            if usual is not None and cases != usual.cases:
-                again[name][other.record] = [replace(other, cases=cases)]
-    return again
+    return {
+        name: {
+            other.record: other
+            for other in questions([exchange["paper"]], exchange["paper_has"])
+            if other.record in simulated
+            and other.cases != simulated[other.record].cases
+        }
+        for name, exchange in exchanges().items()
+    }
 
 
 def _merged(described: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -540,41 +488,23 @@ def _question(record: Record, paper: Any) -> Question | None:
         return Question(
             record,
             COMPUTED,
-            value=float(_SIZES[size](model_shape(model))),
+            value=float(getattr(model_shape(model), size)),
             note=f"{model} in moesim's table of models",
         )
     for figure in paper["figures"]:
         if [record.ref, record.metric] in figure["records"] and selected(
             figure, record
         ):
-            return _of_figure(record, paper, figure)
+            cases = tuple(_cases(record, paper, figure)) if "run" in figure else ()
+            stated = {
+                each: figure[each] for each in Question.__slots__ if each in figure
+            }
+            return Question(record, cases=cases, **stated)
     return None
 
 
 def _case_named(name: str, paper: Any) -> str | None:
     return next((case for case in paper["cases"] if name.startswith(case)), None)
-
-
-_AS_STATED = ("compare", "rival", "across", "scale", "undecidable", "bound")
-
-
-def _of_figure(record: Record, paper: Any, figure: Any) -> Question:
-    cases = tuple(_cases(record, paper, figure)) if "run" in figure else ()
-    policies = {run.policy for case in cases for run in (case.run, *case.others)}
-    notes = [figure.get("note")] + [
-        system.get("note")
-        for system in paper.get("systems", {}).values()
-        if system["policy"] in policies
-    ]
-    quantity = figure.get("quantity", "")
-    return Question(
-        record,
-        figure.get("status", SIMULATED),
-        cases,
-        filled(quantity, cases[0].values) if cases else "",
-        note="; ".join(filter(None, notes)),
-        **{name: figure[name] for name in _AS_STATED if name in figure},
-    )
 
 
 def _cases(record: Record, paper: Any, figure: Any) -> Iterator[Case]:
@@ -609,7 +539,7 @@ def _cases(record: Record, paper: Any, figure: Any) -> Iterator[Case]:
                 *(others if isinstance(others, list) else [others]),
             )
         )
-        yield Case(run, tuple(rest), values)
+        yield Case(run, tuple(rest), filled(figure["quantity"], values))
 
 
 def _run(
@@ -623,8 +553,7 @@ def _run(
     system = paper["systems"][stated.pop("system")] if "system" in stated else {}
     layers = [_options(paper), _options(case), system, _options(figure), stated]
     options = filled(reduce(_merged, layers), values)
-    for name in ("note", "source"):
-        options.pop(name, None)
+    options.pop("source", None)
     workload = options.pop("workload")
     inputs = tuple(map(tuple, workload.pop("inputs", ())))
     return RunSpec.of(Workload(**workload, inputs=inputs), **options)
@@ -649,47 +578,3 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     if value.count("{") == 1 and value[0] == "{" and value[-1] == "}":
         return values[value[1:-1]]
     return value.format_map(values)
-
-
-# -- sizes of the papers' models, as our table of models has them ----------------------
-
-
-def _expert_params(shape: ModelShape) -> float:
-    return shape.layers * shape.experts * 3.0 * shape.hidden * shape.expert_intermediate
-
-
-def _all_params(shape: ModelShape) -> float:
-    # Bytes in bf16 are two for every parameter.
-    return _expert_params(shape) + shape.other_bytes / 2
-
-
-def _active_share(shape: ModelShape) -> float:
-    """Parameters that one token uses, % of all."""
-    idle = _expert_params(shape) * (1 - shape.top_k / shape.experts)
-    return 100.0 * (1 - idle / _all_params(shape))
-
-
-_HIDDEN = 128
-"""Hidden units of FlashMoE's network, in its table 1."""
-
-
-def _network_kib(shape: ModelShape) -> float:
-    """FlashMoE's network of 4-byte weights: two inputs for each expert, two hidden
-    layers, biases.
-    """
-    weights = 2 * shape.experts * _HIDDEN + _HIDDEN * _HIDDEN + _HIDDEN * shape.experts
-    return 4.0 * (weights + 2 * _HIDDEN + shape.experts) / 1024
-
-
-_SIZES: dict[str, Callable[[ModelShape], float]] = {
-    "layers": lambda shape: shape.layers + len(shape.dense_layers),
-    "moe_layers": lambda shape: shape.layers,
-    "hidden": lambda shape: shape.hidden,
-    "shared": lambda shape: shape.shared_experts,
-    "experts": lambda shape: shape.experts,
-    "top_k": lambda shape: shape.top_k,
-    "expert_params_B": lambda shape: _expert_params(shape) / 1e9,
-    "params_B": lambda shape: _all_params(shape) / 1e9,
-    "active_share": _active_share,
-    "network_kib": _network_kib,
-}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -20,7 +20,6 @@ from moesim.evidence.reproduction.questions import (
     exchanges,
     orders,
 )
-from moesim.policies.registry import KINDS
 from moesim.reporting.answers import Answer
 from moesim.reporting.figures import Axis, Figure, names
 from moesim.reporting.parts import Listing
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from moesim.evidence.reproduction.questions import Statement
     from moesim.evidence.reproduction.reproduce_all import Reproduced
-    from moesim.evidence.reproduction.runs import Outcome, RunSpec
 
 
 def summary(answered: Sequence[Answered]) -> dict[str, Any]:
@@ -40,7 +38,6 @@ def summary(answered: Sequence[Answered]) -> dict[str, Any]:
     telling = [entry for entry in compared if entry.tells]
     every = [entry.ratio or 0.0 for entry in telling]
     decided = [entry.ratio for entry in telling if entry.ratio_counts and entry.ratio]
-    stated = orders(answered)
     statuses = Counter(entry.question.status for entry in answered)
     simulated = sum(bool(entry.question.runs) for entry in compared)
     return {
@@ -51,8 +48,7 @@ def summary(answered: Sequence[Answered]) -> dict[str, Any]:
         "inputs": statuses[INPUT],
         "unanswered": statuses[UNANSWERED],
         "directions": _counts(directions(answered)),
-        "orders": _counts(each for each in stated if each.of_systems),
-        "parameter_orders": _counts(each for each in stated if not each.of_systems),
+        "orders": _counts(orders(answered)),
         "median_ratio": median(decided) if decided else None,
         "ratios": len(decided),
         "ratios_near": _near(decided),
@@ -94,7 +90,7 @@ def reproduced_answer(reproduced: Reproduced) -> Answer:
         _summary_table(counts),
         *(_paper(source, entries, legend) for source, entries in by_source.items()),
         _legend_table(legend),
-        _disagreements(reproduced),
+        _disagreements((*directions(answered), *orders(answered))),
         _exchanges(answered),
         _left_out(answered),
     ]
@@ -131,7 +127,7 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Listing:
                 *(of[name] for name in ("records", "simulated", "computed")),
                 of["anchored"],
                 f"{of['inputs']} / {of['unanswered']}",
-                *map(_held, (of["directions"], of["orders"], of["parameter_orders"])),
+                *map(_held, (of["directions"], of["orders"])),
                 "-" if ratio is None else f"{ratio:.2f}",
                 f"{of['ratios_near']} of {of['ratios']}",
                 f"{of['all_ratios_near']} of {of['all_ratios']}",
@@ -142,8 +138,8 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Listing:
         (
             *("paper", "records", "simulated", "computed", "anchored"),
             *("inputs / without answer", "directions that hold"),
-            *("orders of systems that hold", "orders of parameters that hold"),
-            *("median ratio", near, "undecided included"),
+            *("orders of systems that hold", "median ratio", near),
+            "undecided included",
         ),
         rows,
         title="Summary",
@@ -225,55 +221,25 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _disagreements(reproduced: Reproduced) -> Listing:
-    rows = []
-    for each in (*directions(reproduced.answered), *orders(reproduced.answered)):
-        if each.holds or not each.of_systems:
-            continue
-        figures = (
-            f"{_number(entry.published)} → {_number(entry.ours)}"
-            for entry in each.records
+def _disagreements(statements: Iterable[Statement]) -> Listing:
+    rows = [
+        (
+            each.words,
+            each.verdict,
+            "; ".join(
+                f"{_number(entry.published)} → {_number(entry.ours)}"
+                for entry in each.records
+            ),
         )
-        parts = " | ".join(busy_parts(each, reproduced.outcomes))
-        rows.append((each.words, each.verdict, "; ".join(figures), parts))
+        for each in statements
+        if not each.holds
+    ]
     return Listing.of(
-        ("statement", "verdict", "published → ours", "parts of a step"),
+        ("statement", "verdict", "published → ours"),
         rows,
         title="Where ours disagrees",
-        note="Directions and orders of systems that do not hold. Busy milliseconds of a"
-        " step by part, which overlap; by system, mean over the runs behind them.",
+        note="Directions and orders of systems that do not hold.",
     )
-
-
-PARTS = ("cpu", "gpu", "link", "ssd", "dense", "planning")
-
-
-def busy_parts(statement: Statement, outcomes: Mapping[RunSpec, Outcome]) -> list[str]:
-    """What a step of each system behind a statement consists of."""
-    first = statement.records[0]
-    phase = str(first.record.setting.get("phase", "decode"))
-    if "ttft_s" in first.question.quantity:
-        phase = "prefill"
-    by_system: dict[str, list[dict[str, float]]] = {}
-    runs = dict.fromkeys(r for entry in statement.records for r in entry.question.runs)
-    for run in runs:
-        parts = outcomes.get(run, {}).get(phase, {})
-        if parts.get("steps"):
-            options = dict(run.options)
-            parts_of_system = [options[kind] for kind in KINDS if kind in options]
-            by_system.setdefault("+".join([run.policy, *parts_of_system]), []).append(
-                parts
-            )
-    lines = []
-    for system, of_runs in by_system.items():
-        step_ms = {
-            name: 1e3 * fmean(parts[name] / parts["steps"] for parts in of_runs)
-            for name in ("total", *PARTS)
-        }
-        total_ms = step_ms.pop("total")
-        busy = (f"{name} {ms:.3g}" for name, ms in step_ms.items() if ms)
-        lines.append(f"{system}: {total_ms:.3g} ms ({', '.join(busy)})")
-    return lines
 
 
 def _exchanges(answered: Sequence[Answered]) -> Listing:
@@ -289,11 +255,9 @@ def _exchanges(answered: Sequence[Answered]) -> Listing:
         for entry in answered
         if entry.exchanged
     ]
-    papers = {entry.record.source for entry in answered}
+    names = dict.fromkeys(name for entry in answered for name in entry.exchanged)
     reasons = " ".join(
-        f"{name[0].upper()}{name[1:]}: {exchange['why']}."
-        for name, exchange in exchanges().items()
-        if exchange["paper"] in papers
+        f"{name[0].upper()}{name[1:]}: {exchanges()[name]['why']}." for name in names
     )
     return Listing.of(
         ("figure", "ratio", "with the exchange", "decided"),
@@ -378,7 +342,6 @@ def _data(reproduced: Reproduced, counts: dict[str, Any]) -> dict[str, Any]:
                 "ours": [entry.ours for entry in each.records],
                 "holds": each.holds,
                 "verdict": each.verdict,
-                "of_systems": each.of_systems,
             }
             for each in (*directions(answered), *orders(answered))
         ],

@@ -1,5 +1,5 @@
-"""Everything that `moesim reproduce --all` does: draws traces, and does the runs behind
-all records.
+"""Everything that `moesim reproduce --all` does: the runs behind all records, on traces
+that are drawn for them.
 
 What is done is noted in the output folder, so that an interrupted command goes on where
 it stopped.
@@ -7,7 +7,6 @@ it stopped.
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import os
 import shutil
@@ -23,13 +22,7 @@ from joblib import Memory
 from moesim.base.errors import TraceError
 from moesim.base.host import available_cores
 from moesim.base.version import __version__, git_commit
-from moesim.evidence.reproduction.questions import (
-    Answered,
-    exchanged,
-    questions,
-)
-from moesim.evidence.reproduction.runs import learned_cache
-from moesim.hwprofiles.profile import load_profile
+from moesim.evidence.reproduction.questions import Answered, exchanged, questions
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.base import PolicyError
 from moesim.runs.sweeps.execution import run_tasks
@@ -38,29 +31,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from moesim.evidence.reproduction.questions import Again, Question
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
     from moesim.evidence.reproduction.workloads import Workload
-
-    Progress = Callable[[float], None]
-    Job = Callable[[], Any]
 
 MOST_JOBS = 2
 
 
 @dataclass(slots=True)
 class Reproduced:
-    """All records, with the outcomes behind them.
+    """All records, with the runs behind them.
 
     Attributes:
         answered: in the order of the sources.
-        outcomes: run -> its metrics.
         failures: run -> why it could not be done.
         facts: what the figures were made with, a line each.
     """
 
     answered: list[Answered]
-    outcomes: dict[RunSpec, Outcome]
     failures: dict[RunSpec, str]
     facts: list[str]
 
@@ -70,7 +57,7 @@ def reproduce_all(
     *,
     papers: Iterable[str] | None = None,
     jobs: int | None = None,
-    progress: Progress = lambda _share: None,
+    progress: Callable[[float], None] = lambda _share: None,
 ) -> Reproduced:
     """Answer every record.
 
@@ -87,67 +74,43 @@ def reproduce_all(
     jobs = jobs or min(MOST_JOBS, available_cores())
     asked = questions(papers)
     again = exchanged(asked)
-    others = chain(*(each.values() for each in again.values()))
-    every = chain(asked, *others)
-    runs = list(dict.fromkeys(spec for question in every for spec in question.runs))
+    every = chain(asked, *(of.values() for of in again.values()))
+    # Runs of one routing share its traces, so that one process draws and reads them.
+    groups: dict[Workload, list[RunSpec]] = {}
+    for spec in dict.fromkeys(spec for question in every for spec in question.runs):
+        groups.setdefault(spec.workload.routing, []).append(spec)
+    todo = sorted(groups.values(), key=_size, reverse=True)
+    for group in todo:
+        group.sort(key=lambda spec: (spec.workload.name, repr(spec.options)))
+    runs = sum(map(len, todo))
+    outcomes: dict[RunSpec, Outcome] = {}
+    failures: dict[RunSpec, str] = {}
 
-    loads = {spec.workload for spec in runs}
-    loads |= {spec.calibration for spec in runs if spec.warm}
-    networks = {spec.workload for spec in runs if spec.learned}
-    # Those of one trace together, since it is read once then.
-    runs.sort(key=lambda spec: (spec.workload.name, repr(spec.options)))
+    def collect(index: int, results: list[Outcome | str]) -> None:
+        for spec, result in zip(todo[index], results, strict=True):
+            if isinstance(result, str):
+                failures[spec] = result
+            else:
+                outcomes[spec] = result
+        progress((len(outcomes) + len(failures)) / runs)
+
     folder = _folder(out)
-    # A machine's profile may have been edited since.
-    kept = Memory(folder, verbose=0).cache(_kept, ignore=["folder"])
-    digests = {name: load_profile(name).digest for name in {r.machine for r in runs}}
-
-    def carry_out(work: Iterable[Job], begin: float, end: float) -> list[Any]:
-        todo = list(work)
-        results: list[Any] = [None] * len(todo)
-
-        def show(share: float) -> None:
-            progress(begin + (end - begin) * share)
-
-        run_tasks(_work, todo, results.__setitem__, jobs=jobs, progress=show)
-        return results
-
-    # Predictions need their routing, and runs need all.
-    routing = {load.routing for load in loads}
-    trained = (partial(_train, load, folder) for load in _longest_first(networks))
-    drawn = (partial(load.draw, folder) for load in _longest_first(routing))
-    carry_out(chain(trained, drawn), 0.0, 0.2)
-    predicted = _longest_first(loads - routing)
-    carry_out((partial(load.draw, folder) for load in predicted), 0.2, 0.3)
-    replayed = (partial(kept, _do, run, digests[run.machine], folder) for run in runs)
-    results = carry_out(replayed, 0.3, 1.0)
-    done = dict(zip(runs, results, strict=True))
-    outcomes = {spec: outcome for spec, (outcome, _) in done.items() if outcome}
-
-    def figures(changed: Again, question: Question) -> dict[str, list[float]]:
-        """Of the same question of other runs, by what was changed; some may be
-        missing.
-        """
-        return {
-            name: [
-                figure
-                for other in of[question.record]
-                if (figure := other.figure(outcomes)) is not None
-            ]
-            for name, of in changed.items()
-            if question.record in of
-        }
-
+    run_tasks(partial(_do_all, folder), todo, collect, jobs=jobs)
     reproduced = Reproduced(
         answered=[
             Answered(
                 question,
                 question.figure(outcomes),
-                {name: of[0] for name, of in figures(again, question).items() if of},
+                {
+                    name: figure
+                    for name, of in again.items()
+                    if question.record in of
+                    and (figure := of[question.record].figure(outcomes)) is not None
+                },
             )
             for question in asked
         ],
-        outcomes=outcomes,
-        failures={spec: failure for spec, (_, failure) in done.items() if failure},
+        failures=failures,
         facts=[
             (
                 f"moesim {__version__}, commit {git_commit() or 'no checkout'},"
@@ -176,34 +139,26 @@ def _folder(out: Path) -> Path:
     return folder
 
 
-def _kept(work: Callable[..., Any], task: Any, digest: str, folder: Path) -> Any:
-    """Work whose result is kept in the folder; `digest` is what else it depends on."""
-    del digest
-    return work(task, folder)
+def _size(group: list[RunSpec]) -> int:
+    """How much work runs of one routing are."""
+    load = group[0].workload
+    tokens = load.sequences * (load.prompt + load.generated)
+    return len(group) * tokens * load.shape.layers * load.shape.experts
 
 
-def _work(job: Job, _show: Progress) -> Any:
-    return job()
+def _do_all(
+    folder: Path, group: list[RunSpec], _show: Callable[[float], None]
+) -> list[Any]:
+    """Outcomes of runs, of which those that are in the folder are not done again."""
+    done = Memory(folder, verbose=0).cache(_do, ignore=["folder"])
+    return [done(spec, folder) for spec in group]
 
 
-def _longest_first(loads: Iterable[Workload]) -> list[Workload]:
-    def size(load: Workload) -> tuple[int, str]:
-        tokens = load.sequences * (load.prompt + load.generated)
-        return -tokens * load.shape.layers * load.shape.experts, load.name
-
-    return sorted(loads, key=size)
-
-
-def _train(load: Workload, folder: Path) -> None:
-    with contextlib.suppress(ImportError):
-        learned_cache(load, folder)
-
-
-def _do(spec: RunSpec, folder: Path) -> tuple[Outcome, str]:
+def _do(spec: RunSpec, folder: Path) -> Outcome | str:
     """The outcome of a run, or what it lacks."""
     try:
-        return spec.do(folder), ""
+        return spec.do(folder)
     except ImportError:
-        return {}, "needs PyTorch: pip install 'moesim[runtime]'"
+        return "needs PyTorch: pip install 'moesim[runtime]'"
     except (TraceError, ProfileError, PolicyError) as error:
-        return {}, str(error)
+        return str(error)
