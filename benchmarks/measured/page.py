@@ -15,6 +15,7 @@ import pandas as pd
 import yaml
 
 from benchmarks.measured.scores import BASELINES, OURS, compared, score
+from moesim.advice.machine import UNKNOWN_GRAPHICS
 from moesim.advice.times.latents import NINETY
 from moesim.base.files import write_text
 from moesim.reporting.figures import Axis, Figure
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from benchmarks.measured.judge import Case, Judgement
     from benchmarks.measured.scores import Prediction, Score
+    from moesim.advice.machine import Machine
 
 COLUMNS = ("median", "p90", "worst", "signed", "inside 90 %", "width", "interval score")
 HEADS = ("left out", "predictor", "rows / platforms", *COLUMNS)
@@ -120,8 +122,25 @@ def by(
     return rows
 
 
+def kind_of_platform(machine: Machine) -> str:
+    """Return the kind of platform, as results are listed."""
+    card = machine.graphics[0] if machine.graphics else UNKNOWN_GRAPHICS
+    mobile = machine.processor.kind == "laptop" or card.card_class == "mobile"
+    kinds = (
+        (machine.unified, "unified memory"),
+        (machine.processor.sockets > 1, "dual socket"),
+        (not machine.graphics, "processor alone"),
+        (machine.gpu_count > 1, "several cards"),
+        (card.card_class == "old", "old card"),
+        (mobile, "laptop"),
+        (card.backend != "cuda", "other than CUDA"),
+        (machine.processor.kind in {"server", "workstation"}, "server"),
+    )
+    return next((kind for holds, kind in kinds if holds), "desktop")
+
+
 KINDS: dict[str, Callable[[Prediction], str]] = {
-    "platform": lambda each: each.run.machine.kind,
+    "platform": lambda each: kind_of_platform(each.run.machine),
     "model": lambda each: each.run.model.name.split()[0],
     "engine": lambda each: getattr(each.run, "fork", "") or "llama.cpp",
 }
@@ -273,7 +292,7 @@ def _all_predictions(judgement: Judgement) -> str:
                 run = each.run
                 speed = run.tokens_per_s * (1 + each.error(OURS))
                 factor = 2.718281828 ** (1.6449 * each.guesses[OURS].spread)
-                where = (run.row.place, run.machine_name, run.machine.kind)
+                where = (run.row.place, run.machine_name, kind_of_platform(run.machine))
                 shape = (run.model.name, run.words, each.given)
                 numbers = (run.tokens_per_s, speed, speed / factor, speed * factor)
                 rounded = [f"{number:.5g}" for number in numbers]

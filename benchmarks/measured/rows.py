@@ -208,7 +208,7 @@ class FolderModels:
             contents = _from_row(row)
         else:
             contents = named_contents(model, label, _size_in_label(quant))
-        return contents.renamed(f"{_plain(model)} {label}")
+        return replace(contents, name=f"{_plain(model)} {label}")
 
     def _exact_row(self, model: str, quant: str) -> Row | None:
         """Find the row whose model name equals or continues the given one."""

@@ -155,23 +155,6 @@ class Machine:
         return min(official, usual) if same and built else usual
 
     @property
-    def kind(self) -> str:
-        """Return the kind of platform, as results are listed."""
-        card = self.graphics[0] if self.graphics else UNKNOWN_GRAPHICS
-        mobile = self.processor.kind == "laptop" or card.card_class == "mobile"
-        kinds = (
-            (self.unified, "unified memory"),
-            (self.processor.sockets > 1, "dual socket"),
-            (not self.graphics, "processor alone"),
-            (self.gpu_count > 1, "several cards"),
-            (card.card_class == "old", "old card"),
-            (mobile, "laptop"),
-            (card.backend != "cuda", "other than CUDA"),
-            (self.processor.kind in {"server", "workstation"}, "server"),
-        )
-        return next((kind for holds, kind in kinds if holds), "desktop")
-
-    @property
     def memory_stated(self) -> bool:
         """Tell whether somebody gave the rate of host memory."""
         return self.memory.peak_bytes_per_s is not None

@@ -7,7 +7,7 @@ Everything that predicts time or memory reads these classes; where the numbers c
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -245,10 +245,6 @@ class ModelContents:
     def kv_bytes(self, context_tokens: float) -> float:
         """Bytes of keys and values, in half precision, behind one token at a depth."""
         return sum(layer.kv_bytes(context_tokens) for layer in self.layers)
-
-    def renamed(self, name: str) -> ModelContents:
-        """Return the same contents under another name."""
-        return replace(self, name=name)
 
 
 def _cells(entries: np.ndarray) -> np.ndarray:

@@ -195,7 +195,7 @@ def textbook_priors(machine: Machine, threads: int | None = None) -> dict[str, P
     priors = _host_priors(machine, threads)
     if machine.graphics:
         priors |= _device_priors(machine)
-    if machine.kind == "laptop":
+    if _is_laptop(machine):
         priors = {
             name: replace(prior, spread=LAPTOP_SPREAD * prior.spread)
             for name, prior in priors.items()
@@ -209,6 +209,15 @@ def textbook_priors(machine: Machine, threads: int | None = None) -> dict[str, P
     # Gates balance their load on text, though never quite.
     priors["text_skew"] = Prior(TEXT_SKEW, 0.4, "experts' popularity in text")
     return priors
+
+
+def _is_laptop(machine: Machine) -> bool:
+    """Tell whether one card, or the processor beside it, is a laptop's."""
+    if machine.unified or machine.processor.sockets > 1 or machine.gpu_count != 1:
+        return False
+    card_class = machine.graphics[0].card_class
+    mobile = machine.processor.kind == "laptop" or card_class == "mobile"
+    return mobile and card_class != "old"
 
 
 def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
