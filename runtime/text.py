@@ -28,13 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import pyarrow as pa
 
 from moesim.base.errors import TraceError
-from moesim.base.inputs import (
-    MOST_LINE_BYTES,
-    InputError,
-    load_json,
-    open_input,
-    read_text,
-)
+from moesim.base.inputs import load_json, open_input, read_text
 from moesim.traces.format.parquet import open_parquet
 
 if TYPE_CHECKING:
@@ -258,43 +252,30 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _lines_of(file: Path, encoding: str) -> Iterator[str]:
-    """Yield the lines of a text, none of them longer than `MOST_LINE_BYTES`."""
-    with io.TextIOWrapper(open_input(file), encoding=encoding, newline="") as text:
-        while line := text.readline(MOST_LINE_BYTES + 1):
-            if len(line) > MOST_LINE_BYTES:
-                raise TraceError(
-                    f"{file}: expected lines of up to {MOST_LINE_BYTES >> 20} MiB,"
-                    " found a longer one"
-                )
-            yield line
-
-
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the objects of a file with one per line, and where they are."""
-    for number, line in enumerate(_lines_of(file, "utf-8"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield f"line {number}", load_json(line)
-        except InputError as error:
-            raise TraceError(f"{file}: line {number}: {error}") from None
-        except ValueError:
-            raise TraceError(
-                f"{file}: line {number}: expected a JSON string or object, found"
-                " neither"
-            ) from None
+    with io.TextIOWrapper(open_input(file), encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", load_json(line)
+            except ValueError as error:
+                raise TraceError(
+                    f"{file}: line {number}: expected a JSON string or object, found:"
+                    f" {error}"
+                ) from None
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a table with a header line, and where they are."""
     csv.field_size_limit(_LONGEST_CELL)
     # Spreadsheets put a byte-order mark before the first column's name.
-    table = csv.DictReader(
-        _lines_of(file, "utf-8-sig"), delimiter="\t" if file.suffix == ".tsv" else ","
-    )
-    for row in table:
-        yield f"line {table.line_num}", row
+    mark = "\t" if file.suffix == ".tsv" else ","
+    with io.TextIOWrapper(open_input(file), encoding="utf-8-sig", newline="") as lines:
+        table = csv.DictReader(lines, delimiter=mark)
+        for row in table:
+            yield f"line {table.line_num}", row
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:

@@ -48,7 +48,6 @@ def lane_work(
     dtype: torch.dtype,
     accelerator: Accelerator,
     cpu_threads: int,
-    total_bytes: int | None = None,
 ) -> Iterator[dict[str, LaneWork]]:
     """Have what the CPU lane, the accelerator and its link do: an expert on one token,
     and the copy of one.
@@ -57,16 +56,14 @@ def lane_work(
         size, dtype: of the experts.
         accelerator: whose work its host waits for.
         cpu_threads: of the CPU lane.
-        total_bytes: of each pool of experts; several times the caches when None.
     """
     # Pools of their own: shared weights would come from a shared cache.
     experts, others = (
-        ExpertPool(size, dtype, accelerator=where, total_bytes=total_bytes)
-        for where in (HOST, accelerator)
+        ExpertPool(size, dtype, accelerator=where) for where in (HOST, accelerator)
     )
     nbytes = experts.layout.expert_bytes
     compute = awaited(accelerator, others.work(1))
-    copy = awaited(accelerator, device_copy(accelerator, nbytes, total_bytes))
+    copy = awaited(accelerator, device_copy(accelerator, nbytes))
     try:
         yield {
             "cpu": LaneWork(cpu_threads, experts.work(1)),
@@ -266,13 +263,11 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def device_copy(
-    accelerator: Accelerator, nbytes: int, total_bytes: int | None = None
-) -> Callable[[int], None]:
+def device_copy(accelerator: Accelerator, nbytes: int) -> Callable[[int], None]:
     """Return operation number i: launch a copy of so many bytes to a device, of as many
     in turn as `ExpertPool` has.
     """
-    total_bytes = total_bytes or pool_bytes(accelerator, 2 * nbytes)
+    total_bytes = pool_bytes(accelerator, 2 * nbytes)
     host, there = link_memories(accelerator, total_bytes, page_locked=True)
     launch = copying(there, host, nbytes, wait=False)
     stream = accelerator.new_stream()

@@ -34,10 +34,10 @@ from moesim.runtime.models.local_model import (
     load_model,
     model_shape,
 )
+from moesim.runtime.models.offloaded import StoredModel
+from moesim.runtime.record import EVALUATION, RecordOptions
 from moesim.runtime.record.gate_observer import GateObserver
-from moesim.runtime.record.options import EVALUATION, RecordOptions
 from moesim.runtime.record.segments import Recording, Segments
-from moesim.runtime.record.stored_model import StoredModel
 from moesim.runtime.text import read_prompts
 from moesim.traces.format.schema import (
     PREDICTION_COLUMNS,
@@ -82,7 +82,9 @@ def record(
     equal bytes as long as the date is fixed (`provenance`). Memory holds one batch:
     about ``2 (P + 1) L E`` bytes per token for P prediction columns. Routing does not
     depend on `batch`, except where rounding breaks a tie; a sequence's draws depend on
-    nothing but `seed` and its number.
+    nothing but `seed` and its number. A recording of the same that was stopped goes on
+    (`moesim.runtime.record.segments`), to the bytes that it would have had without the
+    stop.
 
     Args:
         model: from `load_model`, or any model with MoE layers.
@@ -93,17 +95,13 @@ def record(
         residual: vectors of `residual_vectors`, for `pred1_res`.
         progress: called with tokens done and tokens expected at most.
         provenance: further facts for the header; `date` (ISO) replaces today's.
-        changes: fields of `RecordOptions`, instead of those in `options`. With
-            `resume` a recording of the same that was stopped goes on
-            (`moesim.runtime.record.segments`), where there is one, and the trace has
-            the bytes that it would have had without the stop; else an unfinished one is
-            replaced.
+        changes: fields of `RecordOptions`, instead of those in `options`.
 
     Raises:
         ConfigError: an option out of range.
         TraceError: no MoE layers or none that can be observed, an empty prompt, a
-            residual of another model, scores that are not finite, or, with `resume`, an
-            unfinished recording of something else.
+            residual of another model, scores that are not finite, or an unfinished
+            recording of something else.
     """
     how = replace(options or RecordOptions(), **changes)
     if device is not None:
@@ -131,7 +129,7 @@ def record(
     )
 
     begin_s = time.perf_counter()
-    with Segments(out, header, recorder.columns, resume=how.resume) as segments:
+    with Segments(out, header, recorder.columns) as segments:
         resumed = segments.done
         recorded_tokens = _record_sequences(
             model, sequences, recorder, segments, how, progress

@@ -80,9 +80,7 @@ def finish(out: Path | str) -> Recording:
         raise TraceError(
             f"{out}: expected an unfinished recording in {folder.name}, found none"
         )
-    with Segments(
-        out, segments[0].header, segments[0].columns, resume=True
-    ) as recording:
+    with Segments(out, segments[0].header, segments[0].columns) as recording:
         return recording.merge()
 
 
@@ -96,7 +94,6 @@ class Segments:
             and how many make a segment (``batch``). Where a recording goes on, the
             first one's is kept (it has the date).
         columns: optional columns.
-        resume: go on where there is something to go on with; else begin anew.
 
     Attributes:
         done: sequences that lie in segments.
@@ -107,19 +104,13 @@ class Segments:
     """
 
     def __init__(
-        self,
-        out: Path | str,
-        header: TraceHeader,
-        columns: Iterable[str],
-        *,
-        resume: bool,
+        self, out: Path | str, header: TraceHeader, columns: Iterable[str]
     ) -> None:
         self.out = Path(out)
         self.header = header
         self.columns = tuple(columns)
         self.done = 0
         self._folder = parts_dir(out)
-        self._resume = resume
 
     def __enter__(self) -> Self:
         """Take the folder."""
@@ -161,10 +152,7 @@ class Segments:
         """
         planned = int(self.header.provenance["sequences"])
         if not self.done:
-            raise TraceError(
-                f"{self.out}: expected a finished sequence, found none; --resume"
-                " goes on"
-            )
+            raise TraceError(f"{self.out}: expected a finished sequence, found none")
         # A shorter trace says so: it is not the recording that was asked for.
         header = self.header
         if self.done < planned:
@@ -199,7 +187,7 @@ class Segments:
 
     def _begin(self) -> None:
         """Go on, or begin anew."""
-        segments = _finished(self._folder) if self._resume else []
+        segments = _finished(self._folder)
         if segments:
             self._check_same(segments[0])
             self.header = segments[0].header
@@ -234,7 +222,7 @@ class Segments:
         for name in names:
             if before.get(name) != now.get(name):
                 raise TraceError(
-                    f"{self.out}: --resume: {name}: expected {before.get(name)!r} as in"
+                    f"{self.out}: {name}: expected {before.get(name)!r} as in"
                     f" the unfinished recording, got {now.get(name)!r}; use the same"
                     f" model, prompts and options, or remove {self._folder.name}"
                 )

@@ -68,11 +68,6 @@ class Slots(Closing):
         self._views: dict[tuple[int, int], tuple[ExpertLayout, ExpertWeights]] = {}
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.slots * self.slot_bytes
-
-    @property
     def free(self) -> int:
         """Slots that are not taken."""
         return len(self._free)

@@ -189,7 +189,6 @@ class ExpertStore(Closing):
 
     Args:
         directory: where `moesim.runtime.store.build.build_store` put it.
-        direct: read around the page cache where the file system allows it.
 
     Attributes:
         index: what the records hold.
@@ -202,7 +201,7 @@ class ExpertStore(Closing):
             version.
     """
 
-    def __init__(self, directory: Path | str, *, direct: bool = True) -> None:
+    def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         path = self.directory / INDEX_NAME
         if not path.is_file():
@@ -217,7 +216,7 @@ class ExpertStore(Closing):
         *_, last = self.places
         self._data_bytes = last.offset_bytes + last.size_bytes
         self._firsts = [0, *accumulate(index.experts)]
-        self._file = DirectFile(self.directory / DATA_NAME, direct=direct)
+        self._file = DirectFile(self.directory / DATA_NAME)
         # Checked at once: else a truncated file fails in the middle of a run.
         if self._file.size_bytes != self._data_bytes:
             self._file.close()

@@ -15,9 +15,8 @@ from moesim.policies.systems import System
 from moesim.runtime.executor.live import live_shape, verify
 from moesim.runtime.models.gates import offloadable_blocks
 from moesim.runtime.models.local_model import LocalModel, generate
-from moesim.runtime.models.offloaded import OffloadedModel
+from moesim.runtime.models.offloaded import OffloadedModel, stored_model
 from moesim.runtime.record.record import GateRecorder
-from moesim.runtime.record.stored_model import stored_model
 from moesim.runtime.store.build import build_store
 
 torch.set_num_threads(1)

@@ -12,10 +12,9 @@ from support.families import family
 from moesim import cli
 from moesim.base.errors import RuntimeFault, StoreError
 from moesim.runtime.models.local_model import load_model
-from moesim.runtime.models.offloaded import StoreExperts
+from moesim.runtime.models.offloaded import StoreExperts, stored_model
 from moesim.runtime.record.calibration import residual_vectors
 from moesim.runtime.record.record import record
-from moesim.runtime.record.stored_model import stored_model
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.store import ExpertStore
 from moesim.traces.format.schema import ModelShape

@@ -84,7 +84,7 @@ def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, whole):
     assert (said["sequences"], said["asked_sequences"]) == (4, 5)
     assert not parts_dir(shorter).exists()
 
-    done = record(family("qwen3_moe"), PROMPTS, out, resume=True, **FIXED)
+    done = record(family("qwen3_moe"), PROMPTS, out, **FIXED)
     assert done.resumed == 4
     assert out.read_bytes() == whole.read_bytes()
     assert not parts_dir(out).exists()
@@ -99,23 +99,12 @@ def test_stops_may_be_many_and_the_date_is_the_first_ones(tmp_path, whole):
     assert unfinished(out) is None
     stopped(out, 40)
     assert unfinished(out) == 2
-    stopped(out, 62, resume=True, provenance={"date": "2026-01-02"})
+    stopped(out, 62, provenance={"date": "2026-01-02"})
     assert unfinished(out) == 4
-    done = record(family("qwen3_moe"), PROMPTS, out, resume=True, **HOW)
+    done = record(family("qwen3_moe"), PROMPTS, out, **HOW)
     assert out.read_bytes() == whole.read_bytes()
     assert done.header.provenance["date"] == "2026-01-01"
     assert (done.prompt_tokens, done.decode_tokens) == (sum(map(len, PROMPTS)), 20)
-
-
-def test_resume_with_nothing_to_go_on_with_begins(tmp_path, whole):
-    """Equal arguments, equal bytes; another seed, other tokens."""
-    model = family("qwen3_moe")
-    done = record(model, PROMPTS, tmp_path / "t.parquet", resume=True, **FIXED)
-    assert done.resumed == 0
-    assert done.path.read_bytes() == whole.read_bytes()
-    other = record(model, PROMPTS, tmp_path / "o.parquet", seed=1, **FIXED)
-    tokens = [pq.read_table(path)["token"] for path in (whole, other.path)]
-    assert not tokens[0].equals(tokens[1])
 
 
 def test_killed_while_merging_needs_no_model_again(tmp_path, whole, monkeypatch):
@@ -130,7 +119,7 @@ def test_killed_while_merging_needs_no_model_again(tmp_path, whole, monkeypatch)
     monkeypatch.setattr(
         recorder, "generate", lambda *_a, **_k: pytest.fail("everything is there")
     )
-    assert record(family("qwen3_moe"), PROMPTS, out, resume=True, **FIXED).resumed == 5
+    assert record(family("qwen3_moe"), PROMPTS, out, **FIXED).resumed == 5
     assert out.read_bytes() == whole.read_bytes()
 
 
@@ -145,7 +134,7 @@ def test_a_torn_segment_is_made_again(tmp_path, whole, is_there):
     if is_there:
         first.write_bytes(torn)
     assert unfinished(out) is None
-    assert record(family("qwen3_moe"), PROMPTS, out, resume=True, **FIXED).resumed == 0
+    assert record(family("qwen3_moe"), PROMPTS, out, **FIXED).resumed == 0
     assert out.read_bytes() == whole.read_bytes()
 
 
@@ -164,8 +153,8 @@ def test_another_recording_is_not_continued(tmp_path, change, message):
     out = tmp_path / "t.parquet"
     stopped(out, 40)
     how = {"prompts": PROMPTS, "model": "qwen3_moe"} | FIXED | change
-    with pytest.raises(TraceError, match=f"--resume: {message}"):
-        record(family(how.pop("model")), how.pop("prompts"), out, resume=True, **how)
+    with pytest.raises(TraceError, match=message):
+        record(family(how.pop("model")), how.pop("prompts"), out, **how)
     assert unfinished(out) == 2
 
 
@@ -179,9 +168,7 @@ def test_what_is_no_recording_is_not_finished(tmp_path):
 
 def test_two_recordings_of_one_trace_do_not_meet(tmp_path, tiny_shape):
     header = TraceHeader(tiny_shape, {"sequences": 1, "batch": 1})
-    mine, theirs = (
-        Segments(tmp_path / "t.parquet", header, (), resume=False) for _ in range(2)
-    )
+    mine, theirs = (Segments(tmp_path / "t.parquet", header, ()) for _ in range(2))
     with (
         mine,
         pytest.raises(
@@ -194,24 +181,15 @@ def test_two_recordings_of_one_trace_do_not_meet(tmp_path, tiny_shape):
 
 
 def test_the_command_line_keeps_what_was_stopped(tmp_path, capsys):
-    """Without a word, nothing is thrown away; `--finish` makes a trace of it without
-    prompts and without a model.
-    """
+    """`--finish` makes a trace of it without prompts and without a model."""
     out = tmp_path / "t.parquet"
     stopped(out, 40)
-    (tmp_path / "p.txt").write_text("x")
 
     def run(*words):
         with pytest.raises(SystemExit) as end:
             cli.main(["record", str(out), *words])
         return end.value.code or 0, capsys.readouterr()
 
-    code, printed = run("--prompts", str(tmp_path / "p.txt"))
-    assert code == 2
-    assert (
-        "found one of 2 sequences in t.parquet.parts; --resume goes on, --finish"
-        in printed.err
-    )
     code, printed = run("--finish")
     assert code == 0
     assert printed.out.startswith("2 of 5 sequences, ")

@@ -19,7 +19,7 @@ from moesim.base.options import (
 )
 from moesim.cli import output
 from moesim.cli.options import check_device, device_option, from_dataclass
-from moesim.runtime.record.options import CALIBRATION, EVALUATION, RecordOptions
+from moesim.runtime.record import CALIBRATION, EVALUATION, RecordOptions
 
 if TYPE_CHECKING:
     from moesim.runtime.models.local_model import LocalModel
@@ -94,7 +94,7 @@ def record(options: RecordCommand) -> None:
     \b
     Examples:
       moesim record trace.parquet --prompts prompts.txt
-      moesim record squad-trace.parquet --model ~/models/olmoe --prompts squad.parquet --limit 100 --batch 4 --resume
+      moesim record squad-trace.parquet --model ~/models/olmoe --prompts squad.parquet --limit 100 --batch 4
       moesim record other.parquet --model ~/models/olmoe --prompts other.txt --calibration olmoe.safetensors
       moesim record --model ~/models/large --store /mnt/nvme/large --host-memory 16GiB --prompts prompts.txt
     """
@@ -110,7 +110,6 @@ def record(options: RecordCommand) -> None:
     from moesim.runtime.text import read_prompts
 
     texts = read_prompts(options.prompts or "", options.column, options.limit)
-    _check_unfinished(options.target, resume=options.resume)
     with _opened_model(options) as local:
         vectors = _residual_of(options, local, texts)
         with (
@@ -187,23 +186,6 @@ def _finish(options: RecordCommand) -> None:
     output.tell(options, facts, [line], finished.path)
 
 
-def _check_unfinished(out: Path, *, resume: bool) -> None:
-    """Keep a user from throwing away what a stopped recording has.
-
-    Raises:
-        TraceError: there is one, and no option says that it should go on.
-    """
-    from moesim.base.errors import TraceError
-    from moesim.runtime.record.segments import parts_dir, unfinished
-
-    if not resume and (sequences := unfinished(out)):
-        raise TraceError(
-            f"{out}: expected no unfinished recording, found one of {sequences}"
-            f" sequences in {parts_dir(out).name}; --resume goes on, --finish makes a"
-            " trace of it, removing the folder begins anew"
-        )
-
-
 @contextmanager
 def _hint_when_stopped(out: Path) -> Iterator[None]:
     """Tell a user who presses ctrl-C how to go on."""
@@ -214,8 +196,8 @@ def _hint_when_stopped(out: Path) -> Iterator[None]:
 
         if sequences := unfinished(out):
             print(
-                f"stopped; {sequences} sequences are kept: --resume goes on, --finish"
-                " makes a trace of them",
+                f"stopped; {sequences} sequences are kept: the same command goes on,"
+                " --finish makes a trace of them",
                 file=sys.stderr,
             )
         raise
@@ -229,7 +211,7 @@ def _opened_model(options: RecordCommand) -> Iterator["LocalModel"]:
 
         yield load_model(options.model, device=options.device)
         return
-    from moesim.runtime.record.stored_model import stored_model
+    from moesim.runtime.models.offloaded import stored_model
 
     # The bar ends when the store is open, the store only after the recording.
     with ExitStack() as resources:
