@@ -512,6 +512,8 @@ def test_an_exchange_changes_the_runs_it_is_about_and_no_others():
     """
     smoe = questions.questions(["SMoE"])
     again = _exchanged(smoe, "HybriMoE not a baseline")
+    # The ablation has no rivals.
+    assert "ablation_tpot_delta" not in {each.record.metric for each in again}
     of_s1 = {"batch": 3, "setting": "S1"}
     for asked, baselines in ((smoe, 4), (again, 3)):
         (one,) = (each for each in asked if each.record.setting == of_s1)
