@@ -48,7 +48,6 @@ def sample(
     seconds: float,
     *,
     fewest: int = FEWEST,
-    most: int = MOST,
     once: Timer = once_s,
 ) -> np.ndarray:
     """Time `work(0)`, `work(1)`, … one by one until `seconds` have passed; two runs
@@ -58,7 +57,6 @@ def sample(
         work: does operation number i, on other memory than the one before.
         seconds: to spend, roughly; `fewest` runs are made whatever they take.
         fewest: least measurements.
-        most: most measurements.
         once: how one operation is timed: on this thread, or by a device's own clock.
 
     Returns:
@@ -68,13 +66,13 @@ def sample(
     work(0)
     work(1)
 
-    # Seconds bound a slow operation, `most` a fast one.
+    # Seconds bound a slow operation, `MOST` a fast one.
     times: list[float] = []
     end_s = time.perf_counter() + seconds
     for index in count(2):
         times.append(once(work, index))
         enough = len(times) >= fewest and time.perf_counter() >= end_s
-        if enough or len(times) >= most:
+        if enough or len(times) >= MOST:
             break
     return np.asarray(times, dtype=np.float64)
 

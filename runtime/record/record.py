@@ -69,7 +69,6 @@ def record(
     out: Path | str,
     options: RecordOptions | None = None,
     *,
-    device: str | None = None,
     residual: Residual | None = None,
     progress: Callable[[int, int], None] | None = None,
     provenance: Mapping[str, Any] | None = None,
@@ -91,7 +90,6 @@ def record(
         prompts: what to read; one sequence each, numbered in order.
         out: the Parquet file to make. An existing one is replaced at the end.
         options: how; the defaults when None.
-        device: move the model there first; None leaves it where it is.
         residual: vectors of `residual_vectors`, for `pred1_res`.
         progress: called with tokens done and tokens expected at most.
         provenance: further facts for the header; `date` (ISO) replaces today's.
@@ -104,8 +102,6 @@ def record(
             recording of something else.
     """
     how = replace(options or RecordOptions(), **changes)
-    if device is not None:
-        model.model.to(device)
     sequences = _encode(model, prompts)
 
     recorder = GateRecorder(

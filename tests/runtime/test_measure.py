@@ -32,6 +32,7 @@ from moesim.runtime.measure.experts import (  # noqa: E402
 from moesim.runtime.measure.neighbours import LaneWork, measure_contention  # noqa: E402
 from moesim.runtime.measure.profile import measure, workers_of  # noqa: E402
 from moesim.runtime.measure.sampling import (  # noqa: E402
+    MOST,
     Measurements,
     pool_bytes,
     sample,
@@ -188,7 +189,7 @@ def test_sampling_counts_only_what_follows_the_warm_up():
     times = sample(seen.append, 0.0, fewest=5)
     assert (len(times), seen) == (5, [0, 1, 2, 3, 4, 5, 6])
     assert (times >= 0).all()
-    assert len(sample(lambda _: None, 60.0, most=9)) == 9
+    assert len(sample(lambda _: None, 60.0)) == MOST
 
 
 def test_a_dense_layer_counts_its_bytes_and_flops():
