@@ -9,7 +9,7 @@ is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,20 +50,6 @@ _TOP_K_IS_SELECTION = (
 # Rows of 16-bit probabilities add up to 1 only so nearly.
 _SUM_TOLERANCE = 0.02
 _SAMPLE_ROWS = 4096
-
-
-class Selection(NamedTuple):
-    """What a gate decided. T tokens, L layers, E experts, K per token.
-
-    Attributes:
-        experts: int32 [T, L, K], best first.
-        weights: float32 [T, L, K], combine weights.
-        scores: float32 [T, L, E], probabilities.
-    """
-
-    experts: np.ndarray
-    weights: np.ndarray
-    scores: np.ndarray
 
 
 def recognises(path: Path) -> bool:
@@ -180,13 +166,13 @@ def _blocks(
             values = np.stack([floats(layer[part]) for layer in layers], axis=1)
             values = values.astype(np.float32, copy=False)  # [T, L, E]
             _check_finite(path, row, values)
-            selection = selected(values, shape, probabilities=probabilities)
+            experts, weights, scores = _selected(values, shape, probabilities)
             yield dense_block(
                 number,
-                selection.experts,
+                experts,
                 first=start - begin,
-                weights=to_float16(selection.weights)[0],
-                scores=to_float16(selection.scores)[0],
+                weights=to_float16(weights)[0],
+                scores=to_float16(scores)[0],
             )
 
 
@@ -201,10 +187,13 @@ def _check_finite(path: Path, start: int, values: np.ndarray) -> None:
     raise layout_error(path, place, "finite numbers", actual)
 
 
-def selected(
-    values: np.ndarray, shape: ModelShape, *, probabilities: bool
-) -> Selection:
-    """Return what a gate decides by its values [T, L, E].
+def _selected(
+    values: np.ndarray,
+    shape: ModelShape,
+    probabilities: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Experts int32 [T, L, K], best first, their combine weights and the probabilities
+    [T, L, E] of a gate's values [T, L, E].
 
     Equal values go to the lower id. Softmax over the chosen logits only is softmax over
     all, renormalised.
@@ -226,7 +215,7 @@ def selected(
         total = weights.sum(axis=2, keepdims=True)
         weights = weights / np.maximum(total, np.finfo(np.float32).tiny)
 
-    return Selection(experts, weights, scores)
+    return experts, weights, scores
 
 
 def _layers(path: Path) -> dict[str, np.ndarray]:

@@ -83,7 +83,7 @@ def read(path: Path, shape: ModelShape | None) -> Foreign:
     columns = {_OURS[name]: [name] for name in opening.columns if name in _OURS}
     return Foreign(
         lambda: _rows(path, opening, columns),
-        shape=_stated_shape(path, shape or _own_shape(path, opening), opening),
+        shape=_shape(path, shape, opening),
         facts={
             name: opening.facts[name]
             for name in ("model", "arch")
@@ -106,51 +106,39 @@ def _rows(
         yield block
 
 
-def _own_shape(path: Path, opening: _Preamble) -> ModelShape:
-    """The model as the preamble describes it; widths are stated defaults, for the file
-    knows bytes only.
-    """
-    sizes = [size for _, size in sorted(opening.expert_bytes.items()) if size]
-    if not sizes or not {"n_expert", "n_expert_used"} <= opening.facts.keys():
-        raise layout_error(
-            path, "preamble", "the sizes of all layers", "others", "say --shape"
-        )
-    words = {
-        "name": opening.facts.get("model", "route_trace").replace(",", "_"),
-        "layers": len(sizes),
-        "experts": opening.facts["n_expert"],
-        "top_k": opening.facts["n_expert_used"],
-        "expert_bytes": max(sizes),
-    }
-    return model_shape(",".join(f"{name}={value}" for name, value in words.items()))
-
-
-def _stated_shape(path: Path, shape: ModelShape, opening: _Preamble) -> ModelShape:
+def _shape(path: Path, shape: ModelShape | None, opening: _Preamble) -> ModelShape:
     """The shape with layers, experts, top-k, dense layers and the bytes of each layer's
-    experts from the preamble.
+    experts from the preamble; without one, widths are stated defaults, for the file
+    knows bytes only.
 
     Raises:
         TraceError: the preamble describes another model than the shape.
     """
-    expert_bytes = opening.expert_bytes
+    facts, expert_bytes = opening.facts, opening.expert_bytes
     sparse = [layer for layer, size in sorted(expert_bytes.items()) if size]
+    if shape is None:
+        if not sparse or not {"n_expert", "n_expert_used"} <= facts.keys():
+            expected = "the sizes of all layers"
+            raise layout_error(path, "preamble", expected, "others", "say --shape")
+        name = facts.get("model", "route_trace").replace(",", "_")
+        shape = model_shape(
+            f"name={name},layers={len(sparse)},experts={facts['n_expert']},"
+            f"top_k={facts['n_expert_used']},expert_bytes={max(expert_bytes.values())}"
+        )
     with decoding(path, "preamble"):
-        experts = int(opening.facts.get("n_expert", shape.experts))
-        top_k = int(opening.facts.get("n_expert_used", shape.top_k))
-        total = int(opening.facts.get("n_layer", 0)) or len(expert_bytes)
+        experts = int(facts.get("n_expert", shape.experts))
+        top_k = int(facts.get("n_expert_used", shape.top_k))
+        total = int(facts.get("n_layer", 0)) or len(expert_bytes)
 
     if not max(expert_bytes, default=0) < max(total, 1) <= _MOST_LAYERS:
         expected = f"1..{_MOST_LAYERS}, and a line for each"
         raise layout_error(path, "preamble: n_layer", expected, total)
     for name, count in (("layers", len(sparse) or shape.layers), ("experts", experts)):
-        if count != getattr(shape, name):
-            raise layout_error(
-                path,
-                f"preamble: {name}",
-                f"{getattr(shape, name)} as in {shape.name}",
-                count,
-                "is the shape right?",
-            )
+        due = getattr(shape, name)
+        if count != due:
+            expected = f"{due} as in {shape.name}"
+            way_out = "is the shape right?"
+            raise layout_error(path, f"preamble: {name}", expected, count, way_out)
     if not sparse:
         return shape
 
