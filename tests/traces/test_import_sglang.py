@@ -159,36 +159,6 @@ def test_pickles_are_never_executed(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-class _Holds:
-    """An object with a state, which a pickle would set."""
-
-
-@pytest.mark.parametrize("data", [
-    pickle.dumps(_Bomb(), 2),
-    pickle.dumps(_Bomb(), 4),
-    pickle.dumps([1, {"a": _Bomb()}], 5),
-    pickle.dumps(_Holds(), 2),
-    b"\x80\x02cos\nsystem\n(K\x01o.",
-    b"\x80\x02(K\x01ios\nsystem\n.",
-    b"\x80\x02\x82\x01.",
-    b"\x80\x02}}b.",
-    b"\x80\x02P7\n.",
-    b"\x80\x02]",
-    b"\x80\x02X\xff\xff\xff\xffabc.",
-    b"\x80\x02h\x05.",
-    b"\x80\x02\xff.",
-], ids=repr)  # fmt: skip
-def test_a_pickle_that_would_do_more_than_hold_data_does_nothing(
-    tmp_path, capsys, data
-):
-    with zipfile.ZipFile(tmp_path / "t.pt", "w") as archive:
-        archive.writestr("t/data.pkl", data)
-    with pytest.raises(TraceError) as error:
-        load_torch(tmp_path / "t.pt")
-    assert "\n" not in str(error.value)
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -5,8 +5,6 @@ left behind.
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,29 +104,9 @@ def test_a_sort_without_room_is_one_line(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "writer",
-    [
-        files.columns_long,
-        files.moesim_unordered,
-        files.per_token,
-        files.route_trace,
-        files.routing_rows,
-    ],
-)
+@pytest.mark.parametrize("writer", [files.columns_long, files.moesim_unordered])
 def test_an_import_out_of_memory_equals_one_in_memory(tmp_path, monkeypatch, writer):
     source = writer(tmp_path / "dump", files.routing())
-    if writer is files.routing_rows:  # rows of the two sequences in turn
-        table = pq.read_table(source)
-        order = np.argsort(np.arange(table.num_rows) % 7, kind="stable")
-        pq.write_table(table.take(pa.array(order)), source)
-    elif writer is files.per_token:
-        lines = source.read_text().splitlines()
-        source.write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
-    elif writer is files.route_trace:
-        head, rows = source.read_text().split("dropped\n")
-        lines = rows.splitlines()[::-1]
-        source.write_text("\n".join([f"{head}dropped", *lines]) + "\n")
     made = []
     for limit in (1 << 30, 0):
         monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)
