@@ -183,6 +183,7 @@ def test_llama_cpp_with_a_wrong_top_k_is_refused(tmp_path, shape_top_k, file_top
     ("0,1\n0,1\n1,3\n1,4\n2,0\n2,1\n",
      ("distinct experts of a token, found .1, 1.; a naive read of the"
       " ffn_moe_topk view")),
+    ("0,1\nx,2\n0,3\n", "no importer knows this layout"),
     ("-1,1\n-1,2\n1,3\n1,4\n2,0\n2,1\n", "row 0: layer: expected a whole number from 0, found -1"),
 ])  # fmt: skip
 def test_llama_cpp_rows_that_are_no_tokens(tmp_path, text, message):
@@ -275,6 +276,11 @@ def rows_of(tmp_path, *lines, layers=2):
         [rows.pos.tolist(), rows.layer.tolist(), rows.experts[:, 0].tolist()]
         for rows in bring(path, shape=shape)[1].sequences()
     ]
+
+
+def test_a_position_goes_before_a_token_id(tmp_path):
+    row = '{"token": 17, "pos": 4, "layer": 0, "experts": [1, 2]}'
+    assert rows_of(tmp_path, row, layers=1) == [[[4], [0], [1]]]
 
 
 def test_layers_without_numbers_have_their_turn(tmp_path):

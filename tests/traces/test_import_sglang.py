@@ -160,6 +160,23 @@ def test_pickles_are_never_executed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02cos\nsystem\n(K\x01o.",
+        b"\x80\x02(K\x01ios\nsystem\n.",
+        b"\x80\x02P7\n.",
+    ],
+    ids=repr,
+)
+def test_a_pickle_that_would_do_more_than_hold_data_is_one_line(tmp_path, data):
+    with zipfile.ZipFile(tmp_path / "t.pt", "w") as archive:
+        archive.writestr("t/data.pkl", data)
+    with pytest.raises(TraceError) as error:
+        load_torch(tmp_path / "t.pt")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     "dtype",
     [
         "int8",
