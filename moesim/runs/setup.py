@@ -490,28 +490,11 @@ def _by_kind(policies: Policies) -> tuple[tuple[str, Policy], ...]:
     )
 
 
-def activation_counts(trace: Trace, *, phase: int | None = None) -> np.ndarray:
-    """Count how often each expert was chosen: what ``--warm`` fills caches from.
-
-    Returns:
-        float64 [L, E].
-    """
-    shape = trace.shape
-    counts = np.zeros(shape.layers * shape.experts)
-    for rows in trace.sequences():
-        # One number per expert of any layer, so that one count serves all layers.
-        first = rows.layer.astype(np.int64)[:, None] * shape.experts
-        chosen = rows.experts.astype(np.int64) + first
-        if phase is not None:
-            chosen = chosen[rows.phase == phase]
-        counts += np.bincount(chosen.ravel(), minlength=len(counts))
-    return counts.reshape(shape.layers, shape.experts)
-
-
 def warm_counts(
     warm: str | Path | Trace, expected: ModelShape, where: str
 ) -> np.ndarray:
-    """Count the activations of a calibration trace, float64 [L, E].
+    """Count how often a calibration trace uses each expert, float64 [L, E]: what
+    ``--warm`` fills caches from.
 
     Args:
         warm: the trace.
@@ -522,7 +505,15 @@ def warm_counts(
         TraceError: no such trace.
         PolicyError: it has other layers or experts.
     """
-    return activation_counts(of_model("--warm", warm, expected, where))
+    trace = of_model("--warm", warm, expected, where)
+    shape = trace.shape
+    counts = np.zeros(shape.layers * shape.experts)
+    for rows in trace.sequences():
+        # One number per expert of any layer, so that one count serves all layers.
+        first = rows.layer.astype(np.int64)[:, None] * shape.experts
+        chosen = rows.experts.astype(np.int64) + first
+        counts += np.bincount(chosen.ravel(), minlength=len(counts))
+    return counts.reshape(shape.layers, shape.experts)
 
 
 def of_model(

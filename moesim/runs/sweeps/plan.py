@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.base import Policy
 
-THIS_PROCESS = uuid.uuid4().hex
-"""Tells this process from all others, on other machines, too."""
-
 CONFIG_SUFFIXES = (".toml", ".json")
 """Endings of configuration files; whatever else is named is a trace."""
 
@@ -153,7 +150,6 @@ class Point:
         contents: what its other files and policies hold, see `contents_of`, and the
             digest of the code.
         files_digest: of these contents.
-        planner: `THIS_PROCESS` of where it was planned.
     """
 
     config: RunConfig
@@ -164,7 +160,6 @@ class Point:
     digest: str
     contents: Mapping[str, str | None]
     files_digest: str
-    planner: str = THIS_PROCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,16 +311,12 @@ def run_digest(
     return _digest_of_json(inputs)
 
 
-def contents_of(config: RunConfig, *, policies: bool = True) -> dict[str, str | None]:
+def contents_of(config: RunConfig) -> dict[str, str | None]:
     """SHA-256 of what a run reads beside its trace and machine: of each file by its
     option, None for none, and of the code of policies that are no part of moesim.
 
     The latter is None for what no file tells: classes that were registered by hand, and
     files that were edited since.
-
-    Args:
-        config: of the run.
-        policies: whether to digest those too.
     """
     arrivals = Path(str(config.arrivals))
     contents = {
@@ -334,7 +325,7 @@ def contents_of(config: RunConfig, *, policies: bool = True) -> dict[str, str | 
         "arrivals": file_digest(arrivals) if arrivals.is_file() else None,
     }
     by_hand = registered().values()
-    for name, cls in _foreign_policies(config).items() if policies else ():
+    for name, cls in _foreign_policies(config).items():
         digest = None if cls in by_hand else _source_digest(cls)
         contents[f"policy {Path(name).name}"] = digest
     return contents

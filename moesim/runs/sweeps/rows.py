@@ -23,7 +23,7 @@ from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay, share_of
 from moesim.runs.result import busiest
 from moesim.runs.sweeps.execution import open_shared
-from moesim.runs.sweeps.plan import THIS_PROCESS, Point, code_digest, contents_of
+from moesim.runs.sweeps.plan import Point, code_digest, contents_of
 from moesim.traces.format.parquet import open_parquet, read_table, write_table
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.metrics import (
@@ -150,13 +150,11 @@ def carry_out(
     else failed.
     """
     trace = open_shared(point.trace, point.trace_digest)
-    # What runs in the process that planned it is what was planned.
-    is_elsewhere = point.planner != THIS_PROCESS
-    contents = contents_of(point.config, policies=is_elsewhere)
-    if is_elsewhere:
-        contents["code"] = code_digest()
+    contents = contents_of(point.config) | {"code": code_digest()}
     for name, digest in contents.items():
-        if point.contents[name] not in (None, digest):
+        planned = point.contents[name]
+        # What was edited while a process runs is not what it imported.
+        if digest != planned and None not in (digest, planned):
             raise ConfigError(
                 f"{name}: expected what the sweep was planned with, found something"
                 " else in a worker; start again, with the same moesim and files"
