@@ -112,11 +112,10 @@ def test_a_killed_worker_costs_nothing_but_its_runs(trace, alone, cluster, tmp_p
 
 
 def test_a_machine_without_the_trace_says_so(trace):
-    """On another machine its path leads nowhere."""
-    with pytest.raises(
-        TraceError, match=r"/nowhere.*put it there, under the same path"
-    ):
-        execution.open_shared("/nowhere/small.parquet", sha256(trace))
+    """On another machine its path leads nowhere, or to another file."""
+    for place, digest in (("/nowhere.parquet", sha256(trace)), (trace, "0" * 64)):
+        with pytest.raises(TraceError, match="put it there, under the same path"):
+            execution.open_shared(str(place), digest)
 
 
 @pytest.mark.parametrize("address", ["192.168.0.5", "local:2"])

@@ -3,6 +3,7 @@ was finished, and going on from there.
 """
 
 import signal
+import sys
 
 import pandas as pd
 import psutil
@@ -10,6 +11,7 @@ import pytest
 from support.processes import (
     PATIENCE_S,
     end_by_two_interrupts,
+    run_python,
     start,
     wait_for,
 )
@@ -92,3 +94,26 @@ def test_two_interrupts_end_a_comparison_at_once(tmp_path, request):
     end_by_two_interrupts(process, 0.02)
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
     assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
+
+
+BORN = """
+import signal, sys, time
+from moesim.runs.sweeps.execution import run_tasks
+
+def mask(_task, _report):
+    # The other worker must not do both tasks.
+    time.sleep(0.5)
+    return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+masks = []
+run_tasks(mask, [1, 2], lambda _index, found: masks.append(found), jobs=2)
+print(masks)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal masks")
+def test_workers_are_born_with_stops_masked(tmp_path):
+    """In a fresh process, where no library has started a process of its own yet."""
+    done = run_python("-c", BORN, cwd=tmp_path)
+    stops = [int(signal.SIGINT), int(signal.SIGTERM)]
+    assert done.stdout == f"{[stops, stops]}\n"

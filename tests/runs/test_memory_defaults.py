@@ -108,6 +108,15 @@ def test_a_longer_context_and_a_batch_leave_less(qwen):
     assert caches[0] > caches[1] == caches[2]
 
 
+def test_a_stated_size_is_shared_by_staging_other_weights_and_experts():
+    """Room for two staged experts, and for ten more: three slots in each layer."""
+    shape = model_shape("layers=3,experts=8,top_k=2,expert_bytes=1MiB")
+    room = shape.other_bytes + (2 + 10) * (1 << 20)
+    sizes = MemoryOptions(gpu_memory_bytes=room, staging=2)
+    plan = plan_memory(sizes, shape, load_profile(CARD), compose("greedy"))
+    assert plan.gpu.slots.tolist() == [3, 3, 3]
+
+
 def test_a_stated_size_is_for_weights_alone(qwen):
     """So a series of sizes compares caches, whatever the context."""
     one, other = (

@@ -10,7 +10,7 @@ import pytest
 from support.command_line import refused
 
 import moesim
-from moesim.base.errors import AdviceError, TraceError
+from moesim.base.errors import TraceError
 from moesim.base.options import ConfigError
 from moesim.policies import registry
 from moesim.policies.cache.lru import LRU
@@ -219,7 +219,6 @@ SWEEP = partial(moesim.sweep, "tiny", "greedy", steps=1)
         (partial(SWEEP, jobs=1, seed=2**63), ConfigError, "a number of 64 bits"),
         (partial(moesim.replay, "tiny", slo="ttft=x"), TraceError, "slo: expected"),
         (partial(moesim.replay, "tiny", slo="ttft=1,ttft=2"), TraceError, "of each"),
-        (partial(moesim.advise, "olmoe-1b-7b", count=-1), AdviceError, "count: exp"),
         (partial(moesim.synth, "t", tokens=9, like="qwen3-30b-a3b", skew=1.0),
          ValueError, "--skew states what --like measures"),
     ],

@@ -11,9 +11,10 @@ import errno
 import functools
 import re
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, CancelledError, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,11 @@ against one of imports.
 
 MOST_RESTARTS = 3
 """Times that processes are started again without a result in between."""
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+END_LIMIT_S = 0.5
+"""Seconds to wait for a process that was killed."""
 
 IDLE_S = 10.0
 """Seconds after which a worker without a task ends, as those of a killed parent."""
@@ -90,6 +96,7 @@ def run_tasks(
         with connected(cluster) as remote:
             _run_elsewhere(lambda: remote, work, tasks, collect, report)
     elif jobs > 1:
+        _start_resource_trackers()
         _run_elsewhere(partial(_processes, jobs), work, tasks, collect, report)
     else:
         for index, task in enumerate(tasks):
@@ -119,8 +126,9 @@ def _run_elsewhere(
         count = len(todo)
         executor: Any = None
         try:
-            executor = started()
-            places = {executor.submit(call, todo[index]): index for index in todo}
+            with _stops_wait():
+                executor = started()
+                places = {executor.submit(call, todo[index]): index for index in todo}
             for future in as_completed(places):
                 index = places.pop(future)
                 collect(index, future.result())
@@ -136,9 +144,7 @@ def _run_elsewhere(
                     " try --jobs 1",
                 ) from None
         finally:
-            # A cluster replaces its workers itself.
-            if hasattr(executor, "_processes"):
-                executor.shutdown(kill_workers=True)
+            _end(executor)
 
 
 def _carry_out(work: Work[Task, Result], policies: Any, task: Task) -> Result:
@@ -152,13 +158,60 @@ def _processes(count: int) -> Any:
     # A tenth of a second that a run in one process need not pay.
     from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
 
-    return ProcessPoolExecutor(count, timeout=IDLE_S, initializer=_leave_stops)
+    return ProcessPoolExecutor(count, timeout=IDLE_S)
 
 
-def _leave_stops() -> None:
-    """Leave it to the parent what follows from ctrl-C, which reaches all processes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def _end(executor: Any) -> None:
+    """End the processes of a pool at once; a cluster replaces its workers itself."""
+    processes = getattr(executor, "_processes", None)
+    if processes is None:
+        return
+    import psutil  # noqa: PLC0415 - runs in one process need none
+
+    # The pool's own way stumbles over tasks that wait.
+    processes = dict(processes)
+    for number in processes:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(number).kill()
+    for process in processes.values():
+        process.join(END_LIMIT_S)
+    executor.shutdown(wait=False, kill_workers=True)
+
+
+def _start_resource_trackers() -> None:
+    """Start the processes in which libraries keep account of what processes share.
+
+    Starting them lets stops through, so it must not happen while these wait.
+    """
+    from multiprocessing import resource_tracker  # noqa: PLC0415 - as below
+
+    # A tenth of a second that a run in one process need not pay.
+    from joblib.externals.loky import backend  # noqa: PLC0415
+
+    # They inherit it, and remove in silence what an interrupted command shared.
+    sys.warnoptions.append("ignore")
+    resource_tracker.ensure_running()
+    backend.resource_tracker.ensure_running()
+    sys.warnoptions.remove("ignore")
+
+
+@contextmanager
+def _stops_wait() -> Iterator[None]:
+    """Let ctrl-C and SIGTERM wait until the block is done.
+
+    A terminal sends ctrl-C to every process of a group, and an interpreter that meets
+    it before it runs a line of ours prints a traceback. Processes and threads that
+    start in the block inherit that both are masked.
+    """
+    # Windows has no masks.
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -- a Dask cluster --------------------------------------------------------------------
