@@ -10,7 +10,7 @@ Source: sglang/srt/eplb/expert_distribution.py.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +57,10 @@ OPTIONS = {
         "first: of requests at one position, some of which ended, the first go on"
     ),
 }
+
+_LARGEST_PAGE = 256
+# Servers cut at thousands of tokens.
+_LEAST_CHUNK = 1024
 
 _KEYS = ((b"records", b"last_physical_to_logical_map"), (b"logical_count",))
 _MAP = "last_physical_to_logical_map"
@@ -111,7 +115,7 @@ def read(path: Path, _: ModelShape, **given: str) -> Foreign:
         raise layout_error(path, _MAP, "expert ids", actual)
 
     def rows() -> Iterator[Block]:
-        requests = _RunningRequests(path, cut_at, takes_first=takes_first)
+        requests = _RunningRequests(path, records, cut_at, takes_first=takes_first)
         return _rows(path, records, logical, requests)
 
     notes = ["requests are told apart by position: SGLang does not name them"]
@@ -136,20 +140,36 @@ class _RunningRequests:
 
     Args:
         path: of the dump, for errors.
+        records: all passes.
         cut_at: tokens at which the server cuts prompts; 0 where it never does, None
-            where nobody knows.
+            where that is to be seen from the passes.
         takes_first: of requests at one position, some of which ended, the first go on;
             otherwise they are refused.
     """
 
-    def __init__(self, path: Path, cut_at: int | None, *, takes_first: bool) -> None:
+    def __init__(
+        self, path: Path, records: list[Any], cut_at: int | None, *, takes_first: bool
+    ) -> None:
         self._path = path
         self._cut_at = cut_at
         self._takes_first = takes_first
+        sizes = [
+            len(record["positions"])
+            for record in records
+            if record["forward_mode"] in (_EXTEND, _MIXED)
+        ]
+        self._largest = max(sizes, default=0)
+        self._is_limited = sizes.count(self._largest) > 1
+
         # The position at which each request goes on.
         self._due: list[int] = []
-        # Those that wait for their next token, in the order of the scheduler.
-        self._waiting: list[int] = []
+        # Requests of the last decode pass, and of extend passes since.
+        self._running: list[int] = []
+        self._joined: list[int] = []
+        # Requests before the recording are met in the first pass that decodes.
+        self._has_decoded = False
+        # Whether a prompt was taken as cut because its pass was full.
+        self._has_guessed = False
         # The last request of the last extend pass, and the tokens of that pass.
         self._open = -1
         self._open_size = 0
@@ -163,7 +183,8 @@ class _RunningRequests:
         firsts = list(accumulate(lengths, initial=0))[:-1]
         for first, length in zip(firsts, lengths, strict=True):
             part = positions[first : first + length]
-            if part[0] < 0 or part != list(range(part[0], part[0] + length)):
+            consecutive = list(range(part[0], part[0] + length))
+            if part[0] < 0 or part != consecutive:
                 expected = "consecutive positions of a request"
                 raise layout_error(self._path, where, expected, part[:8])
 
@@ -176,12 +197,15 @@ class _RunningRequests:
         prompts = len(lengths) - decoded
         # The scheduler merges the running requests behind those of a mixed pass.
         earlier = self._decode(where, begins[prompts:]) if decoded else []
-        if decoded:
-            self._waiting = []
         numbers = self._extend(where, begins[:prompts], lengths, len(positions))
-        self._waiting += earlier
+        if decoded:
+            self._running = earlier
+        if prompts and decoded:
+            self._running, self._joined = [], [*self._joined, *earlier]
+
+        numbers += earlier
         phases = [_PROMPT] * prompts + [_GENERATED] * decoded
-        return _repeated(numbers + earlier, lengths), _repeated(phases, lengths)
+        return _repeated(numbers, lengths), _repeated(phases, lengths)
 
     def _extend(
         self, where: str, begins: list[int], lengths: list[int], size: int
@@ -190,12 +214,11 @@ class _RunningRequests:
         for place, (begin, length) in enumerate(zip(begins, lengths, strict=False)):
             if place == 0 and self._goes_on(where, begin):
                 number = self._open
-                self._waiting = [other for other in self._waiting if other != number]
+                self._joined = [other for other in self._joined if other != number]
             else:
-                number = len(self._due)
-                self._due.append(0)
+                number = self._new()
             self._due[number] = begin + length
-            self._waiting.append(number)
+            self._joined.append(number)
             numbers.append(number)
 
         if numbers:
@@ -204,23 +227,30 @@ class _RunningRequests:
         return numbers
 
     def _goes_on(self, where: str, begin: int) -> bool:
-        """Whether the first prompt of a pass continues the last one of the pass before,
-        which it does where that pass was full.
+        """Whether the first prompt of a pass continues the last one of the pass before.
+
+        It does where that pass was full, which shows in its size.
         """
         if self._open < 0 or begin != self._due[self._open]:
             return False
-        if self._cut_at is None:
-            raise layout_error(
-                self._path,
-                where,
-                "a prompt that was cut or one that reuses a prefix",
-                f"one at position {begin} that may be either",
-                "say --option cut_at=N with the server's --chunked-prefill-size, or =0"
-                " if it cuts none",
-            )
-        # A cut prompt fills whole pages.
-        room = self._cut_at - self._open_size
-        return self._cut_at > 0 and room < max(1, self._cut_at // 32)
+        if self._cut_at is not None:
+            room = self._cut_at - self._open_size
+            return self._cut_at > 0 and room < max(1, self._cut_at // 32)
+
+        room = self._largest - self._open_size
+        # Pages are up to 64 tokens, and a cut prompt fills whole ones.
+        is_full = self._largest >= _LEAST_CHUNK and room < _LARGEST_PAGE
+        if is_full or (room == 0 and self._is_limited):
+            self._has_guessed = True
+            return True
+        raise layout_error(
+            self._path,
+            where,
+            "a prompt that was cut or one that reuses a prefix",
+            f"one at position {begin} that may be either",
+            "say --option cut_at=N with the server's --chunked-prefill-size, or =0"
+            " if it cuts none",
+        )
 
     def _decoded_of_mixed(
         self, where: str, begins: list[int], lengths: list[int]
@@ -229,24 +259,33 @@ class _RunningRequests:
         single = 0
         while single < len(lengths) and lengths[-1 - single] == 1:
             single += 1
-        most = min(single, len(self._waiting))
-        decoded = next(
-            count
-            for count in range(most, -1, -1)
-            if self._matches(begins[len(begins) - count :], self._waiting) is not None
-        )
-        # A prompt of one token, or what is left of one that was cut, looks like a
-        # decoded token.
-        is_rest = decoded == len(begins) and begins[0] == self._due[self._open]
-        if decoded < most or (is_rest and self._open >= 0):
+
+        waiting = self._waiting()
+        fitting = [
+            decoded
+            for decoded in range(min(single, len(waiting)) + 1)
+            if self._matches(begins[len(begins) - decoded :], waiting) is not None
+        ]
+        decoded = fitting[-1]
+        # A prompt of one token, or what is left of one, looks like a decoded token.
+        others = begins[len(begins) - single : len(begins) - decoded]
+        is_unknown = not self._has_decoded and any(others)
+        is_unclear = decoded < single and len(waiting) > decoded > 0
+        if decoded == len(begins) and self._open >= 0:
+            # The rest of a prompt that was cut would come first.
+            is_unclear = begins[0] == self._due[self._open]
+        if is_unknown or is_unclear or (single and not decoded and waiting):
             raise layout_error(
                 self._path,
                 where,
                 "prompts and decoded tokens that can be told apart",
-                f"{single} requests of one token, {len(self._waiting)} were running",
+                f"{single} requests of one token, {len(waiting)} were running",
                 "record without --enable-mixed-chunk, from before the first request on",
             )
         return decoded
+
+    def _waiting(self) -> list[int]:
+        return [*self._running, *self._joined]
 
     def _matches(self, begins: list[int], waiting: list[int]) -> list[int] | None:
         """The first requests in their order that wait for these positions; None where
@@ -263,9 +302,32 @@ class _RunningRequests:
 
     def _decode(self, where: str, begins: list[int]) -> list[int]:
         """Requests of the tokens of a decode pass; all others have ended."""
-        numbers = self._matches(begins, self._waiting)
-        if numbers is None:
-            due = [self._due[number] for number in self._waiting]
+        waiting = self._waiting()
+        if [self._due[number] for number in waiting] == begins:
+            numbers = waiting
+        else:
+            numbers = self._decoded_by_some(where, begins, waiting)
+
+        for number, begin in zip(numbers, begins, strict=True):
+            self._due[number] = begin + 1
+        self._running = numbers
+        self._joined = []
+        self._has_decoded = True
+        if self._open in numbers:
+            self._open = -1
+        return numbers
+
+    def _decoded_by_some(
+        self, where: str, begins: list[int], waiting: list[int]
+    ) -> list[int]:
+        unknown = 0
+        first = self._matches(begins, waiting)
+        while first is None and not self._has_decoded and unknown < len(begins):
+            # They ran before the recording began, so they come first.
+            unknown += 1
+            first = self._matches(begins[unknown:], waiting)
+        if first is None or (unknown and self._has_guessed):
+            due = [self._due[number] for number in waiting]
             raise layout_error(
                 self._path,
                 where,
@@ -274,21 +336,11 @@ class _RunningRequests:
                 "record from before the first request on, in one server that does"
                 " prefill and decode",
             )
-        # Where all of them go on there is nothing to choose.
-        if len(numbers) < len(self._waiting) and not self._takes_first:
-            self._check_only(where, begins, numbers)
-        for number, begin in zip(numbers, begins, strict=True):
-            self._due[number] = begin + 1
-        if self._open in numbers:
-            self._open = -1
-        return numbers
 
-    def _check_only(self, where: str, begins: list[int], first: list[int]) -> None:
-        """Refuse positions at which other requests may go on than the first ones."""
-        last = self._matches(begins[::-1], self._waiting[::-1]) or first[::-1]
-        pairs = zip(first, reversed(last), strict=True)
-        number = next((early for early, late in pairs if early != late), None)
-        if number is not None:
+        last = self._matches(begins[unknown:][::-1], waiting[::-1])
+        if not self._takes_first and last is not None and last[::-1] != first:
+            pairs = zip(first, last[::-1], strict=True)
+            number = next(early for early, late in pairs if early != late)
             raise layout_error(
                 self._path,
                 where,
@@ -297,6 +349,11 @@ class _RunningRequests:
                 "the dump does not say which: --option equal_positions=first lets"
                 " the earliest go on; --max-running-requests 1 records without doubt",
             )
+        return [*(self._new() for _ in range(unknown)), *first]
+
+    def _new(self) -> int:
+        self._due.append(0)
+        return len(self._due) - 1
 
 
 def _repeated(numbers: list[int], lengths: list[int]) -> list[int]:
@@ -340,35 +397,32 @@ def _rows(
     path: Path, records: list[Any], logical: np.ndarray, requests: _RunningRequests
 ) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
-    # Of each pass not yet written: request, phase, position and id of its tokens, and
-    # their experts.
-    passes: list[tuple[Any, ...]] = []
-    tokens = top_k = 0
+    # Of each token not yet written: request, phase, position, token id; and the ids.
+    columns: tuple[list[int], ...] = ([], [], [], [])
+    ids: list[np.ndarray] = []
+    top_k = 0
     for number, record in enumerate(records):
         where = f"record {number}"
         physical = _physical_ids(path, where, record, len(logical))
         request, phase = requests.add(where, record)
-        ids = record["positions"], record["input_ids"]
-        passes.append((request, phase, *ids, physical))
-        tokens += len(request)
+        added = (request, phase, record["positions"], record["input_ids"])
+        for column, values in zip(columns, added, strict=True):
+            column.extend(values)
+        ids.append(physical)
 
         # A pass of one token is far too small a piece to be checked by itself.
         is_last = number + 1 == len(records)
-        if tokens * len(logical) >= BATCH_ROWS or is_last:
-            first = number + 1 - len(passes)
+        if len(columns[0]) * len(logical) >= BATCH_ROWS or is_last:
+            first = number + 1 - len(ids)
             place = f"records {first}..{number}" if first < number else where
-            *columns, parts = zip(*passes, strict=True)
-            joined = np.concatenate(parts, axis=1)  # [layers, tokens, 8]
+            joined = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
             chosen = _to_logical(path, place, joined, logical)
             counts = (chosen >= 0).sum(axis=2)
             top_k = top_k or int(counts.max(initial=0))
-            given = {
-                name: np.array(list(chain.from_iterable(column)), np.int32)
-                for name, column in zip(_TOKEN_COLUMNS, columns, strict=True)
-            }
-            yield _routed(path, place, chosen, counts, top_k, given)
-            passes = []
-            tokens = 0
+            tokens = dict(zip(_TOKEN_COLUMNS, map(np.array, columns), strict=True))
+            yield _routed(path, place, chosen, counts, top_k, tokens)
+            columns = ([], [], [], [])
+            ids = []
 
     if not top_k:
         way_out = "were requests sent while recording?"
@@ -429,13 +483,17 @@ def _routed(
         layer, token = np.argwhere(wrong)[0]
         where = f"{place}: token {token}, layer {layer}"
         raise layout_error(path, where, f"{top_k} experts", int(counts[layer, token]))
+    for name, column in tokens.items():
+        if column.size and not 0 <= column.min() <= column.max() < 1 << 31:
+            actual = f"{column.min()}..{column.max()}"
+            raise layout_error(path, f"{place}: {name}", "numbers from 0", actual)
 
     token, layer = np.nonzero(counts.T)
     experts = ids[layer, token, :top_k]
     if experts.size and experts.min() < 0:
         expected = "-1 only behind the ids"
         raise layout_error(path, _TOP_K_IDS, expected, "-1 between them")
-    block = {name: column[token] for name, column in tokens.items()}
+    block = {name: column.astype(np.int32)[token] for name, column in tokens.items()}
     block["layer"] = layer.astype(np.int32)
     block["experts"] = experts.astype(np.uint16)
     return block
