@@ -61,6 +61,44 @@ def test_chunked_prefill_goes_on_and_equal_positions_follow_the_batch(tmp_path):
         assert ((rows.phase == Phase.PREFILL) == (rows.pos < prompt)).all()
 
 
+def test_a_prompt_goes_on_behind_a_pass_as_full_as_the_fullest(tmp_path):
+    """A server cuts 1,030 tokens at 1,024; nobody has to say so."""
+    truth = files.routing(((1030, 2),))
+    path = files.sglang_per_token(tmp_path / "dump.pt", truth)
+    found = torch.load(path, weights_only=True)
+    whole, *rest = found["records"]
+
+    def part(columns):
+        names = ("positions", "input_ids")
+        ids = whole["topk_ids_of_layer"][:, columns]
+        cut = {name: whole[name][columns] for name in names}
+        lengths = [columns.stop - columns.start]
+        return whole | cut | {"extend_seq_lens": lengths, "topk_ids_of_layer": ids}
+
+    found["records"] = [part(slice(0, 1024)), part(slice(1024, 1030)), *rest]
+    torch.save(found, path)
+    summary, trace = bring(path)
+    assert summary.sequences == 1
+    (rows,) = trace.sequences()
+    assert (rows.experts == truth[0][1][rows.pos, rows.layer]).all()
+    assert ((rows.phase == Phase.PREFILL) == (rows.pos < 1030)).all()
+
+
+def test_requests_that_ran_before_the_recording_are_met_in_its_first_decode_pass(
+    tmp_path,
+):
+    truth = files.routing(((4, 3), (6, 3)))
+    path = files.sglang_per_token(tmp_path / "dump.pt", truth)
+    found = torch.load(path, weights_only=True)
+    del found["records"][0]
+    torch.save(found, path)
+    summary, trace = bring(path)
+    assert summary.sequences == 2
+    for rows, (prompt, ids, *_) in zip(trace.sequences(), truth, strict=True):
+        assert sorted(set(rows.pos.tolist())) == list(range(prompt, prompt + 3))
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()
+
+
 def test_one_of_two_at_the_same_position_ends(tmp_path):
     """Nothing in the dump says which, so it is refused unless an option decides."""
     truth = files.routing(((4, 3), (4, 1)))
