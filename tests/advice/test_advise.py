@@ -14,7 +14,7 @@ from moesim.advice.machine import Grade, describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.bound import placement_bound
 from moesim.advice.plan.commands import override_pattern
-from moesim.advice.plan.memory import Job
+from moesim.advice.plan.memory import Job, bill_of
 from moesim.advice.plan.what_if import replayed_hits
 from moesim.advice.tables import table
 from moesim.advice.times.step_times import key_passes
@@ -46,6 +46,15 @@ def test_a_bound_by_hand(advice):
     host_bytes = sum(layer.expert_bytes * 8 / 128 for layer in layers)
     assert bound.seconds == pytest.approx(host_bytes / 57.6e9)
     assert bound.resource == "host memory"
+
+
+def test_bytes_of_the_bill_are_those_of_the_model(advice):
+    setting = advice.best.candidate.setting
+    bill = bill_of(advice.model, advice.machine, setting, advice.job)
+    experts = bill.gpu["experts"] + bill.host["experts"]
+    assert experts == advice.model.expert_bytes
+    weights = experts + bill.gpu["dense weights"] + bill.host["embeddings"]
+    assert weights == advice.model.file_bytes
 
 
 def test_with_no_rows_it_asks_for_two_to_four_with_a_reason(advice):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moesim.advice.machine import describe_machine
-from moesim.advice.times.priors import priors_of
+from moesim.advice.times.priors import STAGED_PASSES, priors_of
 from moesim.advice.times.step_times import prefill_terms
 from moesim.advice.times.work import ExpertGroup, PrefillWork, Setting
 
@@ -82,6 +82,16 @@ def test_uploads_are_as_fast_as_the_slower_of_wire_and_memory():
         memory = 0.95 * priors["host_read"].value
         slower = min(wire, memory)
         assert 2 ** (-1 / 6) * slower <= priors["upload"].value < slower
+
+
+@pytest.mark.parametrize(("backend", "sharpness"), [("cuda", 6), ("vulkan", 1)])
+def test_a_staging_buffer_overlaps_but_under_vulkan(backend, sharpness):
+    card = replace(MACHINE.graphics[0], backend=backend)
+    machine = replace(MACHINE, graphics=(card,))
+    priors = priors_of(machine)
+    passes = STAGED_PASSES * priors["upload"].value / priors["host_read"].value
+    expected = (1 + passes**sharpness) ** (-1 / sharpness)
+    assert priors["pageable"].value == pytest.approx(expected, rel=0.02)
 
 
 def test_measured_links_are_taken_nearly_as_they_are():
