@@ -212,7 +212,7 @@ def bill_of(
     on_cards = np.where(is_on_card, stored, 0.0)
     gpu = dict(zip(items, on_cards.sum(axis=1).tolist(), strict=True))
     others = (stored - on_cards).sum(axis=1).tolist()
-    host = {"embeddings": 0.0}
+    host = {"embeddings": float(model.embed_bytes)}
     host |= zip(items, others, strict=True)
     layers = on_cards.sum(axis=0)[on_card].tolist()
     (gpu if setting.head_on_gpu else host)["dense weights"] += model.head_bytes
