@@ -258,13 +258,24 @@ def test_systems_are_those_that_the_trace_can_serve(command, trace):
     """
     code, out, err = command("compare", trace, "--policy", "systems", "--steps", 2)
     assert code == 0
-    assert re.search(r"left out dali: .*pred1_res", err)
+    assert re.search(r"left out .*\bdali\b.*: .* lacks .*pred1_res", err)
     assert "\nllama.cpp " in out
     assert "\ndali " not in out
 
 
-def test_a_policy_that_the_trace_cannot_serve_is_refused_with_the_way_out(
-    command, bare
-):
-    words = ("pred1_raw", "trace predict")
-    assert refused(command("compare", bare, "--policy", "smoe,greedy"), *words)
+def test_systems_that_the_trace_cannot_serve_are_left_out_in_one_line(command, bare):
+    code, out, err = command(
+        "compare", bare, "--policy", "smoe,hybrimoe,greedy,all-cpu", "--steps", 4
+    )
+    assert code == 0
+    assert "greedy" in out
+    (line,) = [line for line in err.splitlines() if "left out" in line]
+    assert line.startswith("note: left out smoe, hybrimoe: ")
+    assert "lacks pred1_raw" in line
+    assert "`moesim trace predict` adds synthetic ones" in line
+
+
+def test_where_nothing_is_left_the_way_out_is_named(command, bare):
+    assert refused(
+        command("compare", bare, "--policy", "smoe"), "pred1_raw", "trace predict"
+    )

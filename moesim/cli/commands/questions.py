@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesim.base.inputs import check_input
 from moesim.base.options import (
@@ -22,6 +22,9 @@ from moesim.base.options import (
 from moesim.cli import output
 from moesim.cli.options import check_device, device_option, from_dataclass
 from moesim.runs.config import CACHE_SIZES, RunConfig, of_run
+
+if TYPE_CHECKING:
+    from moesim.traces.format.reader import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +76,10 @@ def compare(config: RunConfig, options: CompareOptions) -> None:
     from moesim.runs.sweeps.sweep import configs_of
     from moesim.traces.timeline.perfetto import write_perfetto
 
-    config, _ = opened(config)
+    config, trace = opened(config)
     places = options.places()
     configs = configs_of(config, places)
-    names, left_out = _expand(options.policy, configs)
+    names, left_out = _expand(trace, options.policy, configs)
     is_single = len(configs) == 1
     with output.bar("replaying", 1.0) as show:
         compared = compare_runs(
@@ -100,26 +103,49 @@ def compare(config: RunConfig, options: CompareOptions) -> None:
 
 
 def _expand(
-    names: tuple[str, ...], configs: list[RunConfig]
+    trace: "Trace", names: tuple[str, ...], configs: list[RunConfig]
 ) -> tuple[list[str], list[str]]:
-    """Put, for the word ``systems``, those that the trace can serve.
+    """Leave out policies that read columns which the trace lacks; put, for the word
+    ``systems``, those that it can serve.
 
     Returns:
         Policies, and notes about what was left out.
+
+    Raises:
+        MissingColumnError: no policy is left.
     """
+    from moesim.base.errors import MissingColumnError
     from moesim.policies.systems import SYSTEMS
     from moesim.questions.compare import check
 
-    policies = [name for name in names if name != "systems"]
+    policies: list[str] = []
     left_out: list[str] = []
-    for system in SYSTEMS if "systems" in names else ():
-        try:
-            for config in configs:
-                check(config.replaced(policy=system))
-        except ValueError as error:
-            left_out.append(f"left out {system}: {error}")
-        else:
-            policies.append(system)
+    unserved: dict[str, MissingColumnError] = {}
+    for name in names:
+        for policy in SYSTEMS if name == "systems" else [name]:
+            try:
+                for config in configs:
+                    check(config.replaced(policy=policy))
+            except MissingColumnError as error:
+                unserved[policy] = error
+            except ValueError as error:
+                # Who asks for all systems wants those that run; whoever names one is
+                # told what is wrong with it, before anything runs.
+                if name != "systems":
+                    policies.append(policy)
+                    continue
+                left_out.append(f"left out {policy}: {error}")
+            else:
+                policies.append(policy)
+
+    if unserved and not policies:
+        raise next(iter(unserved.values()))
+    if unserved:
+        columns = dict.fromkeys(error.column for error in unserved.values())
+        left_out.append(
+            f"left out {', '.join(unserved)}: {trace.path} lacks {', '.join(columns)};"
+            " `moesim trace predict` adds synthetic ones"
+        )
     return policies, left_out
 
 
