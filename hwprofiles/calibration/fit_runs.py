@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from moesim.hwprofiles.paths import ControlPaths
-    from moesim.hwprofiles.schema import Curve, Quantity
+    from moesim.hwprofiles.schema import Quantity
 
 
 def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Entries:
@@ -319,39 +319,6 @@ def profile_entries(
         if per_copy is not None:
             entries[paths.planning(policy).per_copy_s] = per_copy
     return entries
-
-
-def profile_curves(
-    calibrated: Mapping[str, Curve], base: Mapping[str, Curve]
-) -> dict[str, Curve]:
-    """Return the curves of a profile with the calibrated ones put in.
-
-    Where the runs had one size of experts, of the two of `base` the one that is less
-    like it stays.
-
-    Args:
-        calibrated: what the runs showed, by dotted path.
-        base: curves of the profile that the calibration started from.
-    """
-    # Distributions of operations in isolation are not those of runs, and their farthest
-    # outliers would be drawn.
-    kept = {path: replace(curve, quantiles=()) for path, curve in base.items()}
-    curves = {**kept, **calibrated}
-    for part in (*(kind.name for kind in COMPUTE_KINDS), DENSE, HEAD):
-        large, small = (paths.points(part, small=of) for of in (False, True))
-        if large not in calibrated or small in calibrated or small not in kept:
-            continue
-        size = np.log(_bytes(calibrated[large]))
-        curves[small] = max(
-            (kept[path] for path in (large, small) if path in kept),
-            key=lambda curve: abs(np.log(_bytes(curve)) - size),
-        )
-    return curves
-
-
-def _bytes(curve: Curve) -> int:
-    assert curve.reference is not None
-    return curve.reference.bytes
 
 
 def _planning_policy(path: str) -> str | None:

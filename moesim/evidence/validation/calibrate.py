@@ -40,7 +40,7 @@ from moesim.evidence.validation.profile_checks import (
 )
 from moesim.hwprofiles.calibration.estimates import FitReport, undisturbed_medians
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
-from moesim.hwprofiles.calibration.fit_runs import profile_curves, profile_entries
+from moesim.hwprofiles.calibration.fit_runs import profile_entries
 from moesim.hwprofiles.calibration.observations import DesignedRun
 from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile
 from moesim.policies.systems import compose
@@ -102,13 +102,19 @@ def learn(
         for (shape, trial, timeline), kept in zip(runs, chosen_steps, strict=True)
     ]
     calibration = fit(designed, date=date, seed=seed)
+
+    # Distributions of operations in isolation are not those of runs, and their farthest
+    # outliers would be drawn.
+    base_curves = {
+        path: replace(curve, quantiles=()) for path, curve in base.curves.items()
+    }
     return replace(
         base,
         name=name,
         kind="measured",
         date=date,
         numbers=profile_entries(calibration.numbers, base.numbers),
-        curves=profile_curves(calibration.curves, base.curves),
+        curves={**base_curves, **calibration.curves},
         fit={**base.fit, **calibration.fit, DISTURBED: disturbance_report(lost)},
     )
 
