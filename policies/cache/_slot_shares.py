@@ -1,5 +1,5 @@
 """Divisions of cache slots among layers: AdapMoE's, by the misses that each would have,
-Fate's, first layers first, and by the hits that each had in a calibration trace.
+and Fate's, first layers first.
 
 A layer whose experts are predicted well, or that often gets by with one expert, needs
 few slots. The expected misses of a token fall with every slot a layer gets. A dynamic
@@ -9,8 +9,6 @@ L MoE layers, N experts of a layer, K of them per token.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import numpy as np
 
@@ -163,53 +161,3 @@ def front_first(total: int, layers: int, experts: int, whole_layers: int) -> np.
         shares = left // others + (layer[whole_layers:] - whole_layers < left % others)
         division[whole_layers:] = np.minimum(shares, experts)
     return division.astype(np.int64)
-
-
-def by_curves(
-    hits: np.ndarray, expert_bytes: np.ndarray, total_bytes: int
-) -> np.ndarray:
-    """Give each slot to the layer where it brings most hits for its bytes: int64 [L].
-
-    Slots that bring none are left over. A layer's curve is taken half-way to the mean
-    of all: halves of six recorded traces held against each other say that a few hundred
-    tokens tell layers apart no better (docs/measurements/slots.md). Curves need not be
-    concave, so the gain of a slot is that on the way to the next corner of the curve's
-    upper hull.
-
-    Args:
-        hits: float or int [L, E + 1], of a calibration trace by slots of each layer.
-        expert_bytes: int64 [L].
-        total_bytes: of all slots.
-    """
-    curves = (hits + hits.mean(axis=0)) / 2.0
-    steps = []
-    for layer, curve in enumerate(curves):
-        corners = _upper_hull(curve)
-        for first, last in pairwise(corners):
-            gain = (curve[last] - curve[first]) / (last - first)
-            if gain > 0.0:
-                density = gain / float(expert_bytes[layer])
-                steps.append((-density, layer, last - first))
-
-    division = np.zeros(len(hits), np.int64)
-    left_bytes = total_bytes
-    for _, layer, slots in sorted(steps):
-        # Where a layer's experts are too large now, those of another may still fit.
-        taken = min(slots, left_bytes // int(expert_bytes[layer]))
-        division[layer] += taken
-        left_bytes -= taken * int(expert_bytes[layer])
-    return division
-
-
-def _upper_hull(curve: np.ndarray) -> list[int]:
-    """Corners of the least concave function above `curve`, from first to last."""
-    corners: list[int] = []
-    for place, value in enumerate(curve.tolist()):
-        while len(corners) >= 2:
-            before, last = corners[-2:]
-            rise = (curve[last] - curve[before]) * (place - before)
-            if rise > (value - curve[before]) * (last - before):
-                break
-            corners.pop()
-        corners.append(place)
-    return corners

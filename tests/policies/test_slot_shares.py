@@ -11,7 +11,6 @@ from support.handmade import shape
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._slot_shares import (
-    by_curves,
     divided,
     expected_misses,
     front_first,
@@ -78,14 +77,6 @@ def test_no_division_misses_less(data, layers, experts):
     assert misses(division) == pytest.approx(
         min(misses(slots) for slots in everybody if sum(slots) == total)
     )
-
-
-def test_curves_divide_no_more_bytes_than_there_are():
-    """The first slot of each layer brings more than the second of any; a third would
-    take five bytes more.
-    """
-    hits = np.array([[0, 4, 4], [0, 1, 2]])
-    assert by_curves(hits, np.array([10, 10]), 25).tolist() == [1, 1]
 
 
 def test_what_cannot_be_divided_is_refused():
