@@ -229,8 +229,8 @@ class Bench:
         slots: dict[str, int] = {}
 
         def forward(executor: Executor) -> Callable[[], None]:
-            slots["gpu0"] = executor.memories.slots.slots.total_bytes
-            slots["host"] = executor.memories.host.slots.total_bytes
+            slots["gpu0"] = executor.memories.slots.slots.memory.nbytes
+            slots["host"] = executor.memories.host.slots.memory.nbytes
             self.dense.outcomes = []
             routing = ForcedRouting(executor, self.dense, walk)
             self.dense.outcomes.clear()

@@ -36,7 +36,7 @@ from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.base import PolicyError
 from moesim.policies.systems import SYSTEMS
 from moesim.reporting.tables import aligned
-from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.config import RunConfig
 from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import columns_of, run_trace
 from moesim.runs.setup import Setup
@@ -432,10 +432,8 @@ class Cells:
         options |= {
             "batch": batch,
             "steps": self._steps,
-            "memory": MemoryOptions(
-                slots_per_layer=int(self._draws.integers(0, shape.experts)),
-                host_memory_bytes=host_bytes,
-            ),
+            "slots_per_layer": int(self._draws.integers(0, shape.experts)),
+            "host_memory_bytes": host_bytes,
         }
         run = run_trace(
             trace,

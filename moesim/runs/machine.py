@@ -197,8 +197,9 @@ def device_of(profile: HardwareProfile) -> Any:
 
 def default_store(name: str) -> Path:
     """The folder of a store that was given none, in the user's cache folder."""
-    # A model's name may look like a path, which would nest folders.
-    return user_folder("cache") / "stores" / name.replace("/", "_")
+    # Stores of another version (`runtime.store.store.VERSION`) lie elsewhere. A model's
+    # name may look like a path, which would nest folders.
+    return user_folder("cache") / "stores-2" / name.replace("/", "_")
 
 
 def open_random_store(

@@ -26,7 +26,7 @@ from moesim.base.errors import TraceError
 from moesim.engine.operations import Machine, Operation, machine_of
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.systems import SYSTEMS
-from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.config import RunConfig
 from moesim.runs.measured import columns_of
 from moesim.runs.setup import Setup
 from moesim.traces.format.batch import compose
@@ -55,7 +55,7 @@ def both(trace, store, artefacts, name, *, workers=TWO_WORKERS, batch=1, **memor
     policy, *parts = name.split("+")
     options = dict(zip(("cache", "prefetch"), parts, strict=False))
     options |= {"batch": batch, "artefacts": artefacts}
-    options["memory"] = MemoryOptions(**memory)
+    options |= memory
     profile = host_profile(workers, cores=1 if workers is ONE_WORKER else 2)
     run = real_run(trace, policy, store, profile, **options)
     config = RunConfig.of(trace, policy, **options)

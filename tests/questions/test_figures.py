@@ -41,7 +41,7 @@ def drawn():
 
 
 NAMES = (
-    "policies", "times", "memory", "hits", "parts", "step", "placement",
+    "policies", "times", "hits", "parts", "step", "placement",
     "decode", "prefill", "curves", "load", "entropy", "overlap", "reuse", "working_set",
     "similarity", "information",
 )  # fmt: skip

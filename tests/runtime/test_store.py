@@ -16,6 +16,7 @@ from support.real_machine import mapping
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moesim.base.errors import RuntimeFault, StoreError
+from moesim.runs.machine import default_store
 from moesim.runtime.accelerators import Cuda
 from moesim.runtime.store import build
 from moesim.runtime.store import memory as direct_io
@@ -32,6 +33,7 @@ from moesim.runtime.store.store import (
     DATA_NAME,
     INDEX_NAME,
     SEAL_NAME,
+    VERSION,
     ExpertStore,
 )
 from moesim.traces.format.schema import ModelShape
@@ -547,3 +549,8 @@ def test_pages_are_unlocked_after_what_was_launched_has_ended(monkeypatch):
     slots.close()
     slots.close()
     assert runtime.calls == ["wait", "unlock"]
+
+
+def test_stores_that_another_version_built_lie_elsewhere():
+    """Nobody has to remove a folder that nobody named."""
+    assert default_store("a/b").parts[-2:] == (f"stores-{VERSION}", "a_b")
