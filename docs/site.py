@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 API = "reference/api"
 GROUPS = {
-    "Runs": "RunConfig MemoryOptions MeasuredConfig load_config replay replay_cache"
+    "Runs": "RunConfig MeasuredConfig load_config replay replay_cache"
     " Run",
     "Questions": "compare Comparison gap hit_rates quality search sensitivity",
     "Sweeps": "sweep results query ranking",
