@@ -42,7 +42,7 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_TOKENS = 436_500
+MOST_TOKENS = 437_000
 MOST_TEST_TOKENS = 310_000
 """What a person must hold; `benchmarks/size.py` counts it, in tokens of code, which no
 formatter changes. A change that needs more raises the number, and says why.

@@ -107,8 +107,8 @@ def naive_belady(trace, slots, *, batch=1, scope="layer"):
 def test_any_small_trace_equals_its_replays(
     tmp_path_factory, seed, experts, top_k, batch, lengths, ragged
 ):
-    """LRU and Belady at every size, per layer and over all layers; Belady also against
-    plain sets.
+    """LRU and Belady at every size, per layer and, for Belady, over all layers; Belady
+    also against plain sets.
     """
     model = shape(2, experts, min(top_k, experts))
     path = tmp_path_factory.mktemp("any") / "t.parquet"
@@ -125,13 +125,26 @@ def test_any_small_trace_equals_its_replays(
         assert hits == naive_belady(trace, slots, batch=batch), slots
         assert hits == replayed(trace, "belady", slots, batch=batch).tolist(), slots
     for slots in range(2 * experts + 1):
-        lru = replayed(trace, "lru", slots, batch=batch, scope="global")
-        assert found.hits("lru_global")[slots] == lru.sum(), slots
         hits = found.hits("belady_global")[slots]
         assert [hits] == naive_belady(trace, slots, batch=batch, scope="global"), slots
         assert (
             hits == replayed(trace, "belady", slots, batch=batch, scope="global").sum()
         ), slots
+
+
+def test_global_lru_equals_the_replay_from_the_largest_layer_step_on(make_trace):
+    trace = open_trace(make_trace(sequences=((5, 200), (0, 125))))
+    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace))
+    hits = curves(trace).hits("lru_global")
+    for slots in range(largest, 25):
+        assert hits[slots] == replayed(trace, "lru", slots, scope="global").sum()
+
+
+def test_layer_steps_of_all_experts_find_room_in_the_row_of_uses(tmp_path):
+    """Fifty uses a step: moved together they take fifty places, the next step fifty."""
+    tokens = [[list(range(50))]] * 4
+    found = curves(hand_trace(tmp_path / "t.parquet", tokens, experts=50))
+    assert found.hits("lru_global")[50] == 3 * 50
 
 
 def test_blocks_that_are_passed_over_change_nothing(tmp_path):

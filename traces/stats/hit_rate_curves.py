@@ -18,8 +18,10 @@ slots are still empty, misses enter: LRU's by id, Belady's by next use. So both 
 of every layer equal `moesim.policies.cache_replay` at every size, oversized prefills
 included.
 
-Over all layers together (global) there is one stack of all experts, whose untouched
-parts are passed over; it too equals the replay at every size.
+Over all layers together (global), Belady has one stack of all experts, whose untouched
+parts are passed over; it too equals the replay at every size. LRU counts the later-used
+experts instead (`reuse_distance`): equal to the replay in every cache that holds at
+least the largest layer step, the sizes below being plain sequential LRU by (step, id).
 
 Belady looks at least `BLOCK_ACCESSES` accesses ahead; later uses count as never.
 Shorter traces are exact.
@@ -36,13 +38,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.traces.format.layer_steps import joined
-from moesim.traces.stats.loops import rebuild_stacks
+from moesim.traces.stats.loops import later_used, rebuild_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from moesim.traces.format.batch import LayerSteps
     from moesim.traces.format.schema import ModelShape
+
+    Marks = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 CURVES = ("lru", "belady", "lru_global", "belady_global")
 # Belady's least horizon in accesses.
@@ -51,6 +55,10 @@ BLOCK_ACCESSES = 1 << 22
 _NEVER = 1 << 40
 # Depths of a stack that are passed over together where nothing in them changes.
 _DEPTHS = 16
+# Places of uses per key; when they are used up, those without a mark are removed.
+_PLACES = 3
+# Marks that have a common sum.
+_MARKS = 64
 
 
 @dataclass(slots=True)
@@ -96,7 +104,7 @@ class Curves:
         return chosen
 
 
-def curves(
+def curves(  # noqa: C901 - one pass
     blocks: Iterable[LayerSteps],
     shape: ModelShape,
     names: Iterable[str] = CURVES,
@@ -119,7 +127,8 @@ def curves(
     for name in names:
         pools, width = (1, keys) if name.endswith("_global") else (layers, experts)
         depths[name] = np.zeros((2, pools, width + 1), np.int64)
-        carried[name] = _stacks(pools, width)
+        empty = rows_of_marks if name == "lru_global" else _stacks
+        carried[name] = empty(pools, width)
 
     def keys_of(block: LayerSteps) -> np.ndarray:
         """int32 [A]: accesses of all layers told apart."""
@@ -139,7 +148,7 @@ def curves(
         following = before(keys_of(block)[::-1], places_of(block)[::-1], first_use)
         return np.ascontiguousarray(following[::-1])
 
-    looks_ahead = any(name.startswith("belady") for name in depths)
+    looks_ahead = {name for name in depths if name.startswith("belady")}
 
     # Belady settles a block once it knows the first uses behind it.
     for block, later in pairwise(chain(joined(blocks, horizon), [None])):
@@ -149,16 +158,17 @@ def curves(
             first_use = np.full(keys, _NEVER, np.int64)
             if later is not None:
                 next_places(later, first_use)
-            rank["belady"] = next_places(block, first_use)
+            rank |= dict.fromkeys(looks_ahead, next_places(block, first_use))
 
         for name, counts in depths.items():
-            policy, _, is_global = name.partition("_")
             pool, accesses = block.layer, block.experts
-            if is_global:
+            if name.endswith("_global"):
                 pool, accesses = np.zeros_like(block.layer), keys_of(block)
-            steps = (block.phase, pool, block.edges, accesses, rank[policy])
-            arguments: Any = (*steps, *carried[name], counts)
-            rebuild_stacks(*arguments)
+            steps: Any = (block.phase, pool, block.edges, accesses)
+            if name in rank:
+                rebuild_stacks(*(*steps, rank[name], *carried[name], counts))
+            else:
+                later_used(*(*steps, *carried[name], counts))
 
     return Curves(
         {
@@ -177,6 +187,18 @@ def _stacks(pools: int, width: int) -> Any:
         np.full((pools, width), -1, np.int32),
         np.zeros(pools, np.int64),
         np.zeros((pools, blocks), np.int64),
+    )
+
+
+def rows_of_marks(pools: int, width: int) -> Marks:
+    """Empty rows of some pools of `width` keys, as `later_used` carries them."""
+    blocks = _PLACES * width // _MARKS + 2
+    return (
+        np.zeros((pools, blocks * _MARKS), np.uint8),
+        np.zeros((pools, blocks), np.int32),
+        np.full((pools, width), -1, np.int64),
+        np.zeros((pools, blocks * _MARKS), np.int32),
+        np.zeros(pools, np.int64),
     )
 
 

@@ -1,13 +1,16 @@
-"""The loop behind hit-rate curves, with C types: one visit per access, and nothing kept
-but tables.
+"""The loops behind hit-rate curves, with C types: one visit per access, and nothing
+kept but tables.
 
 A accesses of a block, N layer steps of it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+# -- stacks ----------------------------------------------------------------------------
 # What stands at depth C is what C slots keep and C - 1 slots do not.
 #
 # A *pool* is a cache with stacks of its own: one per layer, or one for all. P pools of
@@ -163,3 +166,92 @@ def rebuild_stacks(
         # From now on these keys are not active: they lose a tie.
         for j in range(edges[i], edges[i + 1]):
             stack[place[keys[j]]] += tags - 1 - 2 * keys[j]
+
+
+# -- reuse distance --------------------------------------------------------------------
+# How many keys of a pool were used later than each access's own last use: LRU at every
+# size, but for layer steps that are larger than the cache.
+#
+# Every use has a place in a row of marks; only a key's last use keeps its mark. What
+# was used later is then the marks behind a place: counted one by one up to the end of
+# the place's own block, and by the sums of the blocks behind it.
+#
+# Source: Bennett and Kruskal (1975) for the marks; they sum with a tree, which is
+# slower for the few thousand keys here.
+
+
+def later_used(
+    phase: np.ndarray,
+    pool: np.ndarray,
+    edges: np.ndarray,
+    keys: np.ndarray,
+    marks: np.ndarray,
+    sums: np.ndarray,
+    last: np.ndarray,
+    used: np.ndarray,
+    now: np.ndarray,
+    depths: np.ndarray,
+) -> None:
+    """Count, before each layer step, the keys used later than each of its own.
+
+    Args:
+        phase: int8 [N]; first index of `depths`.
+        pool: int64 [N].
+        edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
+        keys: int32 [A], below W.
+        marks: uint8 [P, places], carried from call to call, as are
+        sums: int32 [P, blocks], the marks in each of them,
+        last: int64 [P, W], the place of each key's last use, -1 before it,
+        used: int32 [P, places], the key used at each place, and
+        now: int64 [P], the next place.
+        depths: [2, P, W + 1], counted up; W: never before seen.
+    """
+    size = marks.shape[1] // sums.shape[1]
+    for i in range(len(phase)):
+        at = pool[i]
+        mark = marks[at]
+        sum_of = sums[at]
+        last_of = last[at]
+        key_at = used[at]
+        if now[at] + edges[i + 1] - edges[i] > len(key_at):
+            now[at] = _moved_together(mark, sum_of, last_of, key_at)
+        next_place = now[at]
+
+        # Look up all before any use is noted: a layer step is one moment.
+        for j in range(edges[i], edges[i + 1]):
+            place = last_of[keys[j]]
+            depth = len(last_of)
+            if place >= 0:
+                depth = 0
+                block = place // size
+                for later in range(place + 1, (block + 1) * size):
+                    depth += mark[later]
+                for later in range(block + 1, (next_place - 1) // size + 1):
+                    depth += sum_of[later]
+            depths[phase[i], at, depth] += 1
+
+        for j in range(edges[i], edges[i + 1]):
+            place = last_of[keys[j]]
+            if place >= 0:
+                mark[place] = 0
+                sum_of[place // size] -= 1
+            last_of[keys[j]] = next_place
+            key_at[next_place] = keys[j]
+            mark[next_place] = 1
+            sum_of[next_place // size] += 1
+            next_place += 1
+        now[at] = next_place
+
+
+def _moved_together(mark: Any, sum_of: Any, last_of: Any, key_at: Any) -> int:
+    """Move the marks of a pool together, as its places are used up; the next place
+    then.
+    """
+    mark, sum_of, last_of, key_at = map(np.asarray, (mark, sum_of, last_of, key_at))
+    keys = key_at[mark > 0]
+    end = len(keys)
+    key_at[:end] = keys
+    last_of[keys] = np.arange(end)
+    mark[:] = np.arange(len(mark)) < end
+    sum_of[:] = mark.reshape(len(sum_of), -1).sum(axis=1)
+    return end
