@@ -241,7 +241,7 @@ class Gap:
 
     def to_json(self) -> dict[str, Any]:
         """Return one object; parts by name."""
-        names = (*("policy_s", "ceiling_s", "gap_s", "resident_s", "mixes", "config"),)
+        names = ("policy_s", "ceiling_s", "gap_s", "resident_s", "mixes", "config")
         bound = None
         if self.bound is not None:
             bound = self.bound.to_json(self.policy_s)

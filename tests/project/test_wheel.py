@@ -5,9 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from support.small_trace import write_small_trace
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +71,20 @@ def moesim(installed, tmp_path):
         return run(*command, cwd=tmp_path, PYTHONPATH=str(installed))
 
     return run_installed
+
+
+def test_pinned_packages_take_the_oldest_python_that_is_promised():
+    """Else `make demo` ends with a conflict on systems whose Python is 3.11.2."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    asked = {
+        f"{each.name}=={each.version}": each.metadata["Requires-Python"] or ""
+        for each in distributions()
+    }
+    assert len(asked.keys() & set(pins)) > 50
+    refusing = [pin for pin in pins if oldest not in SpecifierSet(asked.get(pin, ""))]
+    assert refusing == []
 
 
 def test_code_comes_from_the_wheel(installed, tmp_path):
