@@ -45,11 +45,21 @@ def processor() -> str:
 
 def available_cores() -> int:
     """Count the cores that this process may keep busy, at least one."""
+    return max(1, min([len(_allowed_cores()), *map(int, _quotas())]))
+
+
+def _allowed_cores() -> list[int]:
+    """Numbers of the cores that this process may run on."""
     # macOS and Windows have no affinity masks.
     if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _quotas() -> Iterator[float]:
+    """Cores' worth of time that each control group above this process may use, where it
+    has a limit.
+    """
     for folder in _folders("cpu"):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
         if not quota:
@@ -57,8 +67,7 @@ def available_cores() -> int:
             period = _read(folder / "cpu.cfs_period_us")
         # "max" and -1 stand for no limit.
         if quota.isdigit() and period.isdigit():
-            count = min(count, int(quota) // int(period))
-    return max(1, count)
+            yield int(quota) / int(period)
 
 
 def total_memory_bytes() -> int:
@@ -183,26 +192,19 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S1
     return holds(f"{folder}, {free / 2**30:.1f} GiB free", free_bytes=free)
 
 
-def check_cores(
-    cpus: Path = Path("/sys/devices/system/cpu"),
-    quota: Path = Path("/sys/fs/cgroup/cpu.max"),
-) -> Finding:
+def check_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> Finding:
     """Count cores, their siblings, the share that a container may use, and what other
     programs take.
     """
-    present = os.cpu_count() or available_cores()
-    allowed = (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(present))
-    )
+    allowed = _allowed_cores()
+    present = os.cpu_count() or len(allowed)
     # A quota, which takes further cores away, is a finding of its own.
     count = len(allowed)
     physical = {_siblings(cpus, core) for core in allowed}
     words = f"{count} of {present} cores of {processor()}"
     if len(physical) < count:
         words += f", siblings on {len(physical)} physical cores"
-    share = _quota_cores(quota)
+    share = min(_quotas(), default=None)
     figures = {"cores": count, "physical": len(physical), "quota_cores": share}
     if count < 2 or (share is not None and share <= 1):
         return limited(
@@ -234,15 +236,6 @@ def _siblings(cpus: Path, core: int) -> str:
         return listed.read_text(encoding="utf-8").strip()
     except OSError:
         return str(core)
-
-
-def _quota_cores(quota: Path) -> float | None:
-    """Cores' worth of time that a container may use; None without a limit."""
-    try:
-        most, period = quota.read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return None
-    return None if most == "max" else int(most) / int(period)
 
 
 def check_memory() -> Finding:

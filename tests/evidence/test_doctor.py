@@ -100,7 +100,7 @@ def test_without_direct_io_reads_may_come_from_memory(monkeypatch, tmp_path):
 
 def test_one_core_overlaps_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {0})
-    found = host.check_cores(tmp_path, tmp_path)
+    found = host.check_cores(tmp_path)
     assert found.verdict == "limited"
     assert "one core" in found.outcome
 
@@ -120,8 +120,11 @@ def test_quotas_siblings_and_other_programs_are_named(
         topology = tmp_path / f"cpu{core}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text("0-3\n")
+    (tmp_path / "cgroup").write_text("0::/\n")
     (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert words in host.check_cores(tmp_path, tmp_path / "cpu.max").outcome
+    monkeypatch.setattr(host, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_GROUPS", tmp_path)
+    assert words in host.check_cores(tmp_path).outcome
 
 
 @pytest.mark.parametrize(("setting", "verdict"), [
